@@ -64,9 +64,9 @@ def test_only_one_op_of_decode_has_patterns(op):
     ],
 )
 def test_leads_by_group(group, first, first_to_write):
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 6 * group, 128), (1, 6, 16, 128)))
-    rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    new, slots, starts = cache[:, :, 0], jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    query, cache = (np.zeros(shape, jnp.bfloat16) for shape in ((1, 6 * group, 128), (1, 6, 16, 128)))
+    rest = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    new, slots, starts = cache[:, :, 0], np.zeros(1, np.int32), np.zeros(2, np.int32)
     decode = _validate.decode_operands(query, cache, cache, *rest, {})
     writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
     ragged = _validate.ragged_operands(query, cache, cache, *rest, starts, True, {})
@@ -135,12 +135,12 @@ def test_leads_for_heads_of_64_by_the_longest_context(group, num_blocks, first):
 
 def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, writes=False):
     """Decode operands of these sizes. Each row of the block tables has `num_blocks` blocks of 16 tokens."""
-    cache = jnp.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
-    query = jnp.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
-    rest = jnp.zeros((num_seqs, num_blocks), jnp.int32), jnp.ones(num_seqs, jnp.int32)
+    cache = np.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
+    query = np.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
+    rest = np.zeros((num_seqs, num_blocks), np.int32), np.ones(num_seqs, np.int32)
     if not writes:
         return _validate.decode_operands(query, cache, cache, *rest, {})
-    new, slots = jnp.zeros((num_seqs, num_kv_heads, head_size), jnp.bfloat16), jnp.zeros(num_seqs, jnp.int32)
+    new, slots = np.zeros((num_seqs, num_kv_heads, head_size), jnp.bfloat16), np.zeros(num_seqs, np.int32)
     return _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
 
 
@@ -155,9 +155,9 @@ def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, 
 )
 def test_leads_by_layout(dtype, layout, first):
     shapes = inputs.cache_shapes(layout, 1, 8, 16, 64, jnp.dtype(dtype))
-    caches, rest = [jnp.zeros(shape, dtype) for shape in shapes], (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    caches, rest = [np.zeros(shape, dtype) for shape in shapes], (np.zeros((1, 1), np.int32), np.ones(1, np.int32))
     options = {"layout": layout} | ({"k_scale": 1.0, "v_scale": 1.0} if dtype == "int8" else {})
-    operands = _validate.decode_operands(jnp.zeros((1, 8, 64), jnp.bfloat16), *caches, *rest, options)
+    operands = _validate.decode_operands(np.zeros((1, 8, 64), jnp.bfloat16), *caches, *rest, options)
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", operands)[0] == first
 
@@ -196,11 +196,11 @@ def test_other_gpus_are_refused():
         (4, 32, 32, (1, 32, 16, 128), {}),
         (2, 32, 32, (1, 32, 16, 128), {"sliding_window": 512}),
         (2, 48, 32, (1, 32, 16, 128), {}),
-        (2, 64, 32, (1, 8, 32, 128), {"k_scale": jnp.ones(())}),
+        (2, 64, 32, (1, 8, 32, 128), {"k_scale": np.ones((), np.float32)}),
         (4, 64, 32, (1, 32, 16, 128), {}),
         (1, 64, 32, (1, 8, 16, 128), {}),
         (2, 128, 32, (1, 8, 16, 128), {}),
-        (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
+        (2, 64, 32, (1, 32, 32, 128), {"k_scale": np.ones((), np.float32)}),
         (4, 32, 32, (1, 32, 64, 128), {}),
         (1, 64, 32, (1, 32, 64, 128), {}),
         (1, 32, 64, (1, 8, 16, 128), {}),
@@ -213,12 +213,12 @@ def test_other_gpus_are_refused():
         (1, 128, 32, (1, 128, 8, 128), {"layout": "nhd"}),
         (1, 32, 32, (1, 32, 32, 128), {"layout": "nhd", "sliding_window": 512}),
         (1, 64, 32, (1, 16, 32, 80), {"layout": "nhd"}),
-        (1, 64, 32, (1, 32, 16, 128), {"v_scale": jnp.ones(32)}),
+        (1, 64, 32, (1, 32, 16, 128), {"v_scale": np.ones(32, np.float32)}),
     ],
 )
 def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
-    query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
-    tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+    query, caches = np.zeros((num_seqs, num_heads, cache[3]), np.float16), [np.zeros(cache, np.float16)] * 2
+    tables, seq_lens = np.zeros((num_seqs, 128), np.int32), np.zeros(num_seqs, np.int32)
     options = _validate.decode_operands(query, *caches, tables, seq_lens, options).options
     problem = Problem.of_call(query, *caches, tables, options)
     chosen = choose.balanced(problem, Device())
@@ -232,8 +232,8 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
 def test_pages_longer_than_a_run_are_not_folded(block_size, fold):
     """The tiles of layout "vllm" hold whole pages, and this batch would fill one wave with folded items."""
     shapes = inputs.cache_shapes("vllm", 1, 8, block_size, 128, jnp.dtype("float16"))
-    query, caches = jnp.zeros((64, 32, 128), jnp.float16), [jnp.zeros(shape, jnp.float16) for shape in shapes]
-    rest = jnp.zeros((64, 128), jnp.int32), jnp.zeros(64, jnp.int32)
+    query, caches = np.zeros((64, 32, 128), np.float16), [np.zeros(shape, np.float16) for shape in shapes]
+    rest = np.zeros((64, 128), np.int32), np.zeros(64, np.int32)
     operands = _validate.decode_operands(query, *caches, *rest, {"layout": "vllm"})
     assert choose.balanced(Problem.of_call(*operands[:4], operands.options), Device()).fold == fold
 
@@ -269,10 +269,10 @@ def test_tunings_fit(head_size, dtype, group, tune):
     if dtype == "int8" and head_size % 64:
         return
     for block_size in (8, 16, 32, 64, 128, 256):
-        query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
-        cache = jnp.zeros((1, 2, block_size, head_size), dtype)
-        tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
-        scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
+        query = np.zeros((4, 2 * group, head_size), jnp.bfloat16)
+        cache = np.zeros((1, 2, block_size, head_size), dtype)
+        tables, seq_lens = np.zeros((4, 2), np.int32), np.zeros(4, np.int32)
+        scales = {"k_scale": np.ones((), np.float32), "v_scale": np.ones((), np.float32)} if dtype == "int8" else {}
         options = _validate.decode_operands(query, cache, cache, tables, seq_lens, scales).options
         size = 512 if tune is choose.in_partitions else None
         problem = Problem.of_call(query, cache, cache, tables, options, partition_size=size)
@@ -298,10 +298,10 @@ def test_tunings_fit(head_size, dtype, group, tune):
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_long_contexts_have_two_stages(head_size, dtype, layout):
     """While one tile is computed, another one is being copied."""
-    caches = [jnp.zeros(shape, dtype) for shape in inputs.cache_shapes(layout, 1, 8, 16, head_size, jnp.dtype(dtype))]
-    query, tables = jnp.zeros((32, 32, head_size), jnp.bfloat16), jnp.zeros((32, 256), jnp.int32)
-    scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
-    operands = _validate.decode_operands(query, *caches, tables, jnp.ones(32, jnp.int32), {"layout": layout} | scales)
+    caches = [np.zeros(shape, dtype) for shape in inputs.cache_shapes(layout, 1, 8, 16, head_size, jnp.dtype(dtype))]
+    query, tables = np.zeros((32, 32, head_size), jnp.bfloat16), np.zeros((32, 256), np.int32)
+    scales = {"k_scale": np.ones((), np.float32), "v_scale": np.ones((), np.float32)} if dtype == "int8" else {}
+    operands = _validate.decode_operands(query, *caches, tables, np.ones(32, np.int32), {"layout": layout} | scales)
     problem = Problem.of_call(*operands[:4], operands.options)
     for tune in (choose.unsplit, choose.balanced):
         assert tune(problem, Device()).stages >= 2
@@ -339,8 +339,8 @@ def uneven():
 def test_queues(seq_lens, programs, busy, splits, window):
     """Every tile of every item is in exactly one split, and all programs have about the same number of tiles."""
     num_seqs, kv_heads = len(seq_lens), 8
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
-    tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+    query, cache = (np.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
+    tables, lens = np.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window}).options
     problem = Problem.of_call(query, cache, cache, tables, options)
     geometry = Geometry(problem, choose.balanced(problem, Device()))
