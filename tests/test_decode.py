@@ -39,8 +39,11 @@ def marked(cases, is_like_others, mark):
     ]
 
 
-# These cases of `LIKE_OTHERS` run on GPUs only. The rest have pairs of a layout and a dtype that no other case has.
+# These cases of `LIKE_OTHERS` run on GPUs only. XLA converts a gathered tile, and brings it into order, apart from each
+# other: the cases that stay have each layout and each dtype, and `tests.fuzz` draws their pairs.
 ON_GPUS = {
+    *("hnd-float32", "hnd-bfloat16", "hnd-e5m2", "nhd-float16", "nhd-bfloat16", "nhd-e4m3", "nhd-int8"),
+    *("vllm-float32", "vllm-float16", "vllm-e5m2", "scales-of-two-shapes", "tiny-scales"),
     *("window-of-everything", "scale", "sparse-off", "one-sequence", "one-query", "context-without-query"),
     *("huge-logits-capped", "scale-negative-bfloat16", "farthest-corner-e5m2", "sparse-vllm-e4m3", "tiny-scales"),
     *("sparse-vllm-bfloat16", "scales-of-two-shapes-2", "scale-on-a-wide-cache", "query-float32-cache-bfloat16"),

@@ -43,14 +43,13 @@ def run(name, tp, prompts, **options):
     return loop.outputs(generation), decode, config
 
 
-# OPT ties its embeddings. llama has biases, and fewer kv heads than there are devices. gpt-oss splits the columns of
-# its experts, which have biases. DeepSeek splits the heads of its latent attention, and has shared experts.
+# OPT ties its embeddings. llama has biases, and fewer kv heads than there are devices. DeepSeek splits the heads of its
+# latent attention, and has shared experts.
 @pytest.mark.parametrize(
     ("name", "tp", "prompts"),
     [
         ("llama", 4, PROMPTS),
         pytest.param("opt_post_norm", 2, PROMPTS[:1], marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 4, PROMPTS, marks=pytest.mark.slow),
         ("deepseek_v2_lite", 4, PROMPTS),
     ],
 )

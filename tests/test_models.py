@@ -28,7 +28,6 @@ from tests.model_folders import NAMES, folder, reference
 # Programs over a paged cache are compiled and run for a model of each family of attention; what else differs between
 # models is the same with and without a cache.
 WITH_PROGRAMS = ["opt_pre_norm", "gemma2", "gpt_oss", "deepseek_v2_lite"]
-MORE_PROGRAMS = ["gemma3", "deepseek_v3"]
 
 
 @functools.cache
@@ -136,7 +135,7 @@ def paged_tokens(case, batches, block_size):
         yield from loop.outputs(generate(programs.weights, cache, request))
 
 
-@pytest.mark.parametrize("name", [*WITH_PROGRAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_PROGRAMS)])
+@pytest.mark.parametrize("name", WITH_PROGRAMS)
 def test_greedy_tokens_of_a_batch(name):
     """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
     case = load(name)
