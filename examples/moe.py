@@ -1,12 +1,13 @@
 """A mixture of experts: a router chooses some experts for each token, and only their weights are read.
 
 Source: https://arxiv.org/abs/2101.03961. A token and one of its experts are a pair; a step of T tokens has T * k pairs.
-The products of all pairs are computed in one of two ways, which the numbers of pairs and experts choose:
+The products of all pairs are computed in one of three ways, which the numbers of pairs and experts choose:
 
-    few pairs    each pair gathers its expert's matrices and sums: of all experts' bytes only those of the experts
-                 that are used are read
-    many pairs   pairs are sorted by expert, and one grouped product multiplies each expert's rows by its matrix; on
-                 Hopper by `ragged_dot_mgpu` of JAX, which skips experts without rows, elsewhere by XLA
+    few for each expert, on Hopper    one kernel reads the matrices of the experts that are used (expert_kernel.py)
+    few pairs, elsewhere              each pair gathers its expert's matrices and sums: no other expert is read
+    many pairs                        pairs are sorted by expert, and one grouped product multiplies each expert's rows
+                                      by its matrix; on Hopper by `ragged_dot_mgpu` of JAX, which skips experts without
+                                      rows, elsewhere by XLA
 
 Over a mesh each device computes its share of every pair, and one all-reduce adds the shares up. The devices share out
 the columns of every expert, so that all of them read equally much, or the experts, so that each has whole ones.
