@@ -58,16 +58,28 @@ class Router(nnx.Linear):
         # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
         is_plain = config.num_groups == 1 and self.correction is None
         if config.scores == "chosen" or (config.scores == "softmax" and config.are_normalized and is_plain):
-            values, experts = jax.lax.top_k(logits, config.num_chosen)
+            values, experts = top_k(logits, config.num_chosen)
             return experts, jax.nn.softmax(values, axis=-1) * config.scale
         scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = scores if self.correction is None else scores + self.correction[...][None]
-        weights, experts = jax.lax.top_k(_in_best_groups(ranked, config), config.num_chosen)
+        weights, experts = top_k(_in_best_groups(ranked, config), config.num_chosen)
         if self.correction is not None:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.are_normalized:
             weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
         return experts, weights * config.scale
+
+
+def top_k(
+    scores: Float32[Array, "num_tokens num_experts"], k: int
+) -> tuple[Float32[Array, "num_tokens k"], Int32[Array, "num_tokens k"]]:
+    """Does what `jax.lax.top_k` does by counting larger scores, which takes less time than XLA's sort."""
+    ids, places = (jnp.arange(n, dtype=jnp.int32) for n in (scores.shape[1], k))
+    one, other = scores[:, :, None], scores[:, None, :]
+    place = jnp.sum((other > one) | ((other == one) & (ids[None, :] < ids[:, None])[None]), axis=2)
+    is_there = place[:, None, :] == places[None, :, None]
+    values = jnp.sum(jnp.where(is_there, scores[:, None, :], 0), axis=2)
+    return values, jnp.sum(jnp.where(is_there, ids[None, None, :], 0), axis=2)
 
 
 def _in_best_groups(scores: Array, config: ExpertsConfig) -> Array:

@@ -46,6 +46,15 @@ def test_experts(num_tokens):
     np.testing.assert_allclose(out, expected(*arrays), rtol=1e-4, atol=1e-3)
 
 
+def test_the_largest_scores():
+    """Of equal scores those with the lowest indices come first; scores may be -inf."""
+    scores = jax.random.randint(jax.random.key(0), (20, 16), 0, 9).astype(jnp.float32)
+    scores = scores.at[3, 5:].set(-jnp.inf).at[4].set(-jnp.inf)
+    for one, other in zip(jax.jit(moe.top_k, static_argnums=1)(scores, 6), jax.lax.top_k(scores, 6), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+
+
 def test_one_token_reads_its_experts_alone():
     """Other experts are not read: no computed array is larger than the matrices of two experts."""
     config = dataclasses.replace(CONFIG, num_experts=64, intermediate_size=64)
