@@ -373,4 +373,11 @@ MUTANTS_OF_SCHEDULER = [
         "key=lambda group: group.num_spared",
         SHARING + " -k save_the_most",
     ),
+    Mutant(
+        "engine: a child is told anew what was found after a preemption",
+        "engine/scheduler.py",
+        "            child.num_found = 0\n",
+        "",
+        SIMULATED + " -k histories",
+    ),
 ]

@@ -194,6 +194,7 @@ def test_no_compilation_after_the_start(engine, config):
                 max_tokens=int(rng.integers(1, 4)),
                 n=int(rng.choice([1, 1, 1, 3])),
                 temperature=float(rng.choice([0.0, 1.0])),
+                top_k=int(rng.choice([0, 5])),
                 logprobs=2 if rng.random() < 0.1 else None,
             )
             engine.add_request(prompt, params)
@@ -205,7 +206,7 @@ def test_no_compilation_after_the_start(engine, config):
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
     shapes, rows = len(config.decode_rows) + len(config.mixed_tokens), len(config.decode_rows)
-    assert engine.stats().num_compiled == before == 4 + shapes + 3 * rows, "moves and tables, shapes, ways to draw"
+    assert engine.stats().num_compiled == before == 4 + shapes + 4 * rows, "moves and tables, shapes, ways to draw"
     drain(engine)
 
 

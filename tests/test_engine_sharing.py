@@ -119,7 +119,7 @@ def test_few_reads_are_not_worth_it(the_engine):
 
 
 def test_what_an_engine_compiles_for_it(the_engine):
-    assert the_engine.stats().num_compiled == 4 + 3 + 2, "moves and tables; mixed, decode, sharing; ways to draw"
+    assert the_engine.stats().num_compiled == 4 + 3 + 3, "moves and tables; mixed, decode, sharing; ways to draw"
     none = Engine(
         lambda weights, caches, batch: (jnp.zeros((batch.logit_rows.size, 4)), caches),
         {},

@@ -143,7 +143,7 @@ def test_a_verified_text_is_found_in_the_prefix_cache(engine, reference):
 
 
 def test_nothing_is_compiled_for_it_unless_it_is_wanted(engine, the_engine):
-    assert engine.stats().num_compiled == 4 + 3 + 2 * 3, "moves and tables; decode, mixed and verify; ways to draw"
+    assert engine.stats().num_compiled == 4 + 3 + 2 * 4, "moves and tables; decode, mixed and verify; ways to draw"
     with pytest.raises(ValueError, match="a proposer needs max_draft_tokens, got 0"):
         Engine(model.step, {}, (), CONFIG, proposer=PromptLookup())
 
