@@ -63,7 +63,7 @@ class NoDevice(Runner):
 
     def __init__(self, step, weights, caches, config, groups, **_):
         self.config, self.groups, self.block_size, self.num_shards = config, groups, caches[0].block_size, 1
-        self.max_blocks_per_seq, self.vocab_size = -(-config.max_model_len // self.block_size), 8
+        self.vocab_size = 8
         self._weights = self._caches = self._host_caches = self._last_tokens = self._tables = self._adjustments = None
         tokens: Any = np.full(config.max_num_seqs, 7, np.int32).view(_Tokens)
         self._drawn = Drawn(tokens)
