@@ -70,7 +70,7 @@ HOPPER_CASES = [
         padding=9,
     ),
     latent_case(
-        "width", 72, 128, 128, 32, "float16", seq_lens=(150, 9), query_lens=(2, 1), sinks=True, padding=2,
+        "width", 72, 128, 128, 32, "float16", seq_lens=(150, 9), query_lens=(2, 1), sinks=True, padding=2, scale=-0.3,
         cache_dtype="float16",
     ),
     latent_case(

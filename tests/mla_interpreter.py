@@ -44,25 +44,27 @@ def store_partial(partial_gmem, out, first, num_rows, geometry):
         partial_gmem[i, columns] = jax.lax.dynamic_index_in_dim(out, i, keepdims=False)
 
 
-def scores(query_smem, tile_smem):
-    """S. The interpreter's wgmma multiplies with NumPy, which would warn of NaNs in rows that no result uses."""
-    query, latents = query_smem[...].astype(jnp.float32), tile_smem[...].astype(jnp.float32)
+def scores(query_smem, tile):
+    """S. The interpreter multiplies with NumPy, which would warn of NaNs in rows that no result uses."""
+    for ready in tile.ready:
+        plgpu.barrier_wait(ready)
+    query, latents = query_smem[...].astype(jnp.float32), [x[...].astype(jnp.float32) for x in tile.smem]
     plgpu.commit_smem()
-    return query @ latents.T
+    return query @ jnp.concatenate(latents, axis=1).T
 
 
-def accumulate(out, weights, tile_smem, parts):
-    values = [tile_smem[:, pl.ds(*part)].astype(jnp.float32) for part in parts]
+def accumulate(out, weights, values_smem, release):
+    values = [x[...].astype(jnp.float32) for x in values_smem]
     weights = weights if isinstance(weights, jax.Array) else weights[...]
     plgpu.commit_smem()  # without this fence the interpreter sees a race between these reads and later writes
+    for part in range(len(values)):
+        release(part)
     return [x + jnp.dot(weights.astype(jnp.float32), of_part) for x, of_part in zip(out, values, strict=True)]
 
 
-def accumulate_and_score(out, weights, tile_smem, parts, query_smem, next_smem, begin_next, end):
-    sums = accumulate(out, weights, tile_smem, parts)
-    end()
-    begin_next()
-    return sums, scores(query_smem, next_smem)
+def accumulate_and_score(out, weights, values_smem, query_smem, next_tile, release):
+    sums = accumulate(out, weights, values_smem, release)
+    return sums, scores(query_smem, next_tile)
 
 
 def merge_parts(refs, block, part, sums_smem, geometry):

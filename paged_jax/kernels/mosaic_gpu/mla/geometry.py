@@ -1,5 +1,6 @@
 """Shapes and counts of the MLA kernel. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
+import itertools
 from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
@@ -48,6 +49,12 @@ class Geometry:
         left = max(_SWIZZLED, size // 4 // _SWIZZLED * _SWIZZLED)
         right = [Slice(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
         return (Slice(0, left),), tuple(right)
+
+    @property
+    def tile_parts(self) -> tuple[Slice, ...]:
+        """The parts of a tile that are copied and released alone: the parts of the value, the last with the rest."""
+        firsts = [part.first for parts in self.value_parts for part in parts]
+        return tuple(Slice(a, b - a) for a, b in itertools.pairwise([*firsts, self.latent_size]))
 
     @property
     def heads(self) -> int:

@@ -5,7 +5,8 @@ three warpgroups. The programs of a queue attend to the same tiles, each with it
 head) of a sequence.
 
 Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
-two tiles (`load.py`).
+two tiles (`load.py`). Parts of a tile have rings and barriers of their own, so that the part that is read first is
+copied again first.
 
 Who computes: warpgroups 0 and 1. Warpgroup 0 computes the softmax, and hands its weights P, and the factors that
 rescale O, to warpgroup 1 through shared memory. Both sum up a part of O, because O takes more registers than one
@@ -13,7 +14,7 @@ warpgroup has. Warpgroup 1 has the larger part:
 
     warpgroup 0   | S0 | softmax | O0 left | S1 | softmax | O1 left | S2 ...
     warpgroup 1                  | O0 right  |            | O1 right  | ...
-    warpgroup 2   tiles 0 and 1, then tile i as soon as the others have read tile i - 2
+    warpgroup 2   tiles 0 and 1, then each part of tile i as soon as that part of tile i - 2 has been read
 
 Shared memory, for latents of 576 elements of 16 bits and tiles of 64 tokens:
 
@@ -27,6 +28,7 @@ Arithmetic bounds the kernel from 64 heads on, or from fewer heads on if sequenc
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.experimental.pallas as pl
@@ -34,12 +36,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
-from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Ref, Refs, outputs, scratch
 
 _WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
 # Registers of each thread. Their sum must not exceed 3 * 168, with which the three warpgroups start.
@@ -53,7 +57,9 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
         inputs,
         outputs(geometry),
         scratch(geometry),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Pallas would have a warpgroup wait for all of its warps before and after each store to shared memory. Here
+        # other warpgroups read what is stored, or each warp its own rows, and the barriers in `Scratch` order both.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         num_threads=3,
         grid=(geometry.tuning.programs,),
         grid_names=("program",),
@@ -116,50 +122,52 @@ def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
 def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     _, block, _, refs, geometry = program
     smem, parts = refs.smem, geometry.value_parts[_WEIGHS]
+    all_parts = [part for parts in geometry.value_parts for part in parts]
     plgpu.barrier_wait(smem.query_ready)
     factor = softmax.factor_of(refs.inputs_gmem, geometry)
-    seen = softmax.seen_by_rows(split, refs.inputs_gmem, geometry)
+    seen = softmax.seen_by_rows(split, geometry)
 
     def stage_of(i):
         return lax.rem(tiles_before + i, jnp.int32(STAGES))
 
-    def wait_for_tile(i):
-        plgpu.barrier_wait(smem.tile_ready.at[stage_of(i)])
+    def tile_of(i):
+        smem_of_parts, ready = ([x.at[stage_of(i)] for x in xs] for xs in (smem.tiles, smem.tile_ready))
+        return softmax.Tile(geometry.tile_parts, smem_of_parts, ready)
 
     def attend_tile(i, carry):
         products, state = carry
-        tile_smem, start = smem.tiles.at[stage_of(i)], (split.tile + i) * TILE
-        weights, keep, maxima, sums = softmax.weigh(products, state, start, seen, factor, geometry)
-        weights = weights.astype(geometry.problem.query_dtype)
+        values_smem, start = _values(smem.tiles, stage_of(i), all_parts), (split.tile + i) * TILE
+        logits, maxima, keep = softmax.raise_maxima(products, state.maxima, start, seen, factor, geometry)
+        exponentials = softmax.weigh(logits, maxima, factor, geometry)
+        weights = exponentials.astype(geometry.problem.query_dtype)
         plgpu.barrier_wait(smem.weights_consumed)
         smem.weights[...] = weights
         smem.factors[...] = keep
-        softmax.zero_unseen(tile_smem, split.end - start, geometry)
+        softmax.zero_unseen(values_smem, split.end - start)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.weights_ready)
+        sums = state.sums * keep + lanes.sums(exponentials)
         out = softmax.rescaled(state.out, keep)
 
-        def consumed():
-            plgpu.barrier_arrive(smem.tile_consumed.at[stage_of(i)])
+        def release(part):
+            plgpu.barrier_arrive(smem.tile_consumed[part].at[stage_of(i)])
 
         def last():
-            sums_of_values = softmax.accumulate(out, weights, tile_smem, parts)
-            consumed()
-            return sums_of_values, products
+            return softmax.accumulate(out, weights, values_smem[: len(parts)], release), products
 
         def go_on():
-            next_smem, wait = smem.tiles.at[stage_of(i + 1)], functools.partial(wait_for_tile, i + 1)
-            return softmax.accumulate_and_score(out, weights, tile_smem, parts, smem.query, next_smem, wait, consumed)
+            values = values_smem[: len(parts)]
+            return softmax.accumulate_and_score(out, weights, values, smem.query, tile_of(i + 1), release)
 
         out, products = lax.cond(i + 1 == split.num_tiles, last, go_on)
         return products, softmax.State(out, maxima, sums)
 
     def attend():
-        wait_for_tile(jnp.int32(0))
-        first = softmax.scores(smem.query, smem.tiles.at[stage_of(jnp.int32(0))]), softmax.empty(parts)
+        first = softmax.scores(smem.query, tile_of(jnp.int32(0))), softmax.empty(parts)
         return lax.fori_loop(0, split.num_tiles, attend_tile, first)[1]
 
     state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
+    state = state._replace(maxima=softmax.scaled(state.maxima, factor))
     done, lse = softmax.finished(state, split.is_whole, split, refs, geometry)
     plgpu.barrier_wait(smem.weights_consumed)
     smem.factors[...] = done.factor
@@ -205,11 +213,15 @@ def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
     def attend_tile(i, out):
         stage = lax.rem(tiles_before + i, jnp.int32(STAGES))
-        plgpu.barrier_wait(smem.tile_ready.at[stage])
+        for ready in smem.tile_ready[1:]:
+            plgpu.barrier_wait(ready.at[stage])
         out = softmax.rescaled(out, factors())
-        out = softmax.accumulate(out, smem.weights, smem.tiles.at[stage], parts)
+
+        def release(part):
+            plgpu.barrier_arrive(smem.tile_consumed[1 + part].at[stage])
+
+        out = softmax.accumulate(out, smem.weights, _values(smem.tiles[1:], stage, parts), release)
         plgpu.barrier_arrive(smem.weights_consumed)
-        plgpu.barrier_arrive(smem.tile_consumed.at[stage])
         return out
 
     out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(parts))
@@ -217,6 +229,11 @@ def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     plgpu.barrier_arrive(smem.weights_consumed)
     results.store_out(out, parts, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
+
+
+def _values(tiles_smem: Sequence[Ref], stage: Scalar, parts: Sequence[Slice]) -> list[Ref]:
+    """The values in some parts of a tile."""
+    return [x.at[stage, :, pl.ds(0, part.size)] for x, part in zip(tiles_smem, parts, strict=True)]
 
 
 def _load(program: _Program, split: Split, counts: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:

@@ -47,7 +47,8 @@ def drain(counts: tuple[Scalar, Scalar], refs: Refs) -> None:
 
     @pl.loop(lax.max(num_tiles - STAGES, jnp.int32(0)), num_tiles)
     def wait_for_tile(i):
-        plgpu.barrier_wait(refs.smem.tile_consumed.at[lax.rem(i, jnp.int32(STAGES))])
+        for consumed in refs.smem.tile_consumed:
+            plgpu.barrier_wait(consumed.at[lax.rem(i, jnp.int32(STAGES))])
 
     pl.when(num_queries > 0)(lambda: plgpu.barrier_wait(refs.smem.query_consumed))
 
@@ -68,9 +69,12 @@ def _load_tile(i: Scalar, runs: tuple, split: Split, tiles_before: Scalar, refs:
     """Copies the runs of a tile, and returns the runs of the next tile."""
     next_runs = _runs_of(i + 1, split, refs, geometry)  # these loads are in flight while this tile waits for its stage
     stage, size, smem = lax.rem(tiles_before + i, jnp.int32(STAGES)), geometry.run_tokens, refs.smem
-    pl.when(tiles_before + i >= STAGES)(lambda: plgpu.barrier_wait(smem.tile_consumed.at[stage]))
-    for j, (block, offset) in enumerate(runs):
-        tokens = slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)
-        run_smem = smem.tiles.at[stage, pl.ds(j * size, size)]
-        plgpu.copy_gmem_to_smem(refs.inputs_gmem.latent_cache.at[block, tokens], run_smem, smem.tile_ready.at[stage])
+    is_later = tiles_before + i >= STAGES
+    of_parts = geometry.tile_parts, smem.tiles, smem.tile_ready, smem.tile_consumed
+    for part, ring_smem, ready, consumed in zip(*of_parts, strict=True):
+        pl.when(is_later)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
+        for j, (block, offset) in enumerate(runs):
+            tokens = slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)
+            run_gmem = refs.inputs_gmem.latent_cache.at[block, tokens, pl.ds(*part)]
+            plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[stage, pl.ds(j * size, size)], ready.at[stage])
     return next_runs

@@ -43,14 +43,14 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     query: Ref  # out overwrites it after the last product
-    tiles: Ref
+    tiles: tuple[Ref, ...]  # the rings of the parts of a tile
     weights: Ref  # P of a tile
     factors: Ref  # [64], the factors that rescale O; warpgroup 0 gives them to warpgroup 1
     lse: Ref  # [64]
     query_ready: Ref
     query_consumed: Ref
-    tile_ready: Ref
-    tile_consumed: Ref
+    tile_ready: tuple[Ref, ...]
+    tile_consumed: tuple[Ref, ...]
     weights_ready: Ref  # weights and factors are ready
     weights_consumed: Ref
 
@@ -80,18 +80,20 @@ def scratch(geometry: Geometry) -> Scratch:
     dtype, latent_size = geometry.problem.query_dtype, geometry.latent_size
 
     def swizzled(*shape: int) -> Ref:
-        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(TILE, dtype))
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(shape[-1], dtype))
 
     return Scratch(
         query=swizzled(WGMMA_ROWS, latent_size),
-        tiles=swizzled(STAGES, TILE, latent_size),
+        tiles=tuple(swizzled(STAGES, TILE, part.size) for part in geometry.tile_parts),
         weights=swizzled(WGMMA_ROWS, TILE),
         factors=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
         lse=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
         query_ready=plgpu.Barrier(),
         query_consumed=plgpu.Barrier(num_arrivals=2),
-        tile_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=geometry.runs_per_tile),
-        tile_consumed=plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
+        tile_ready=tuple(
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=geometry.runs_per_tile) for _ in geometry.tile_parts
+        ),
+        tile_consumed=tuple(plgpu.Barrier(num_barriers=STAGES) for _ in geometry.tile_parts),
         weights_ready=plgpu.Barrier(),
         weights_consumed=plgpu.Barrier(),
     )

@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
-from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator, product
+from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, layout
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
@@ -29,6 +29,7 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 _MOST_LAG = 6.0  # exp(largest logit - maximum) may reach 2 to this power; float16 holds 2 ** (8 + 6)
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _EXPONENT_IN_FLOAT16 = 8.0
+_LEAST_FACTOR = 1e-30  # 0 times the infinite logit of an unseen token would be NaN
 _ZEROED = 64  # columns of a tile that are zeroed at a time, because they take registers
 
 
@@ -36,8 +37,34 @@ class State(NamedTuple):
     """The softmax of the tokens so far."""
 
     out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
-    maxima: Array  # [64], maxima of logits times log2(e); they may lag by `_MOST_LAG`
+    maxima: Array  # [64], maxima of logits over their factor; they may lag by `_MOST_LAG` over the factor
     sums: Array  # [64], sums of exponentials; until `finished`, each lane sums its own columns only
+
+
+class Tile(NamedTuple):
+    """A tile of latents: its parts, and the barriers on which they arrive."""
+
+    parts: Sequence[Slice]
+    smem: Sequence[Ref]
+    ready: Sequence[Ref]
+
+
+class Seen(NamedTuple):
+    """One past the last token that rows see."""
+
+    by_all: Scalar  # that all rows see
+    by_rows: Any  # that each row sees: [64], or a scalar
+
+
+class Factor(NamedTuple):
+    """The factor from products to logits: scalars. Exponentials apply its magnitude, with one rounding for both.
+
+    Caps need whole logits. If there is one, `raise_maxima` applies the factor, and sign and magnitude are 1.
+    """
+
+    signed: Any
+    sign: Any  # 1 or -1
+    magnitude: Any  # times log2(e)
 
 
 class Finished(NamedTuple):
@@ -58,57 +85,73 @@ def empty(parts: Sequence[Slice]) -> State:
     return State(empty_out(parts), layout(lowest, 1), layout(jnp.zeros_like(lowest), 1))
 
 
-def seen_by_rows(split: Split, inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """One past the last token that each row sees, [64], or a scalar for all rows."""
+def seen_by_rows(split: Split, geometry: Geometry) -> Seen:
+    """The tokens that rows see."""
     if not geometry.problem.causal or geometry.one_query:
-        return split.end
+        return Seen(split.end, split.end)
     row = lanes.row_numbers() + split.first_row
-    return lax.min(div(row, geometry.heads) + (split.context_len + 1), jnp.broadcast_to(split.limit, row.shape))
+    of_rows = lax.min(div(row, geometry.heads) + (split.context_len + 1), jnp.broadcast_to(split.limit, row.shape))
+    return Seen(lax.min(div(split.first_row, geometry.heads) + (split.context_len + 1), split.limit), of_rows)
 
 
-def scores(query_smem: Ref, tile_smem: Ref) -> Array:
+def scores(query_smem: Ref, tile: Tile) -> Array:
     """S, the products of the query with a tile's latents."""
-    return product(query_smem, tile_smem.T)
+
+    def multiply(acc):
+        _score(acc, query_smem, tile, slice(None))
+        return acc[...]
+
+    return pl.run_scoped(multiply, accumulator((WGMMA_ROWS, TILE)))
 
 
-def accumulate(out: list[Array], weights: Any, tile_smem: Ref, parts: Sequence[Slice]) -> list[Array]:
-    """O + P V for some parts of O, where P is in registers or in shared memory."""
+def _score(acc: Ref, query_smem: Ref, tile: Tile, parts: slice) -> None:
+    """Starts to add the products with some parts of a tile, which arrive in this order."""
+    for part, part_smem, ready in list(zip(tile.parts, tile.smem, tile.ready, strict=True))[parts]:
+        plgpu.barrier_wait(ready)
+        plgpu.wgmma(acc, query_smem.at[:, pl.ds(*part)], part_smem.T)
+
+
+def accumulate(
+    out: list[Array],
+    weights: Array,
+    values_smem: Sequence[Ref],
+    release: Callable[[int], None],
+) -> list[Array]:
+    """O + P V for some parts of O. `release(i)` runs when part i of V was read."""
 
     def multiply(accs):
-        for acc, part in zip(accs, parts, strict=True):
-            plgpu.wgmma(acc, weights, tile_smem.at[:, pl.ds(*part)])
+        for acc, x, part_smem in zip(accs, out, values_smem, strict=True):
+            acc[...] = x
+            plgpu.wgmma(acc, weights, part_smem)
+        sums = []
+        for i, acc in enumerate(accs):
+            sums.append(plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i))
+            release(i)
+        return sums
 
-    accs: Any = [plgpu.ACC.init(x) for x in out]  # pyright: ignore[reportPrivateImportUsage]
-    return list(pl.run_state(multiply)(accs))
+    return list(pl.run_scoped(multiply, [accumulator(x.shape) for x in out]))
 
 
 def accumulate_and_score(
     out: list[Array],
     weights: Array,
-    tile_smem: Ref,
-    parts: Sequence[Slice],
+    values_smem: Sequence[Ref],
     query_smem: Ref,
-    next_smem: Ref,
-    begin_next: Callable[[], None],
-    end: Callable[[], None],
+    next_tile: Tile,
+    release: Callable[[int], None],
 ) -> tuple[list[Array], Array]:
-    """O + P V, followed by S of the next tile.
+    """O + P V for one part of O, and S of the next tile behind it. `release(0)` says that the values have been read."""
 
-    `begin_next` runs before the second product starts, and `end` when the first one is done.
-    """
+    def multiply(acc, scores_acc):
+        acc[...] = out[0]
+        plgpu.wgmma(acc, weights, values_smem[0])
+        _score(scores_acc, query_smem, next_tile, slice(0, 1))
+        sums = plgpu.wgmma_accumulator_load(acc, wait_n=1)
+        release(0)
+        _score(scores_acc, query_smem, next_tile, slice(1, None))
+        return [sums], scores_acc[...]
 
-    def multiply(accs, scores_acc):
-        for acc, x, part in zip(accs, out, parts, strict=True):
-            acc[...] = x
-            plgpu.wgmma(acc, weights, tile_smem.at[:, pl.ds(*part)])
-        begin_next()
-        plgpu.wgmma(scores_acc, query_smem, next_smem.T)
-        sums = [plgpu.wgmma_accumulator_load(acc, wait_n=1) for acc in accs]
-        end()
-        return sums, scores_acc[...]
-
-    accumulators = [accumulator((WGMMA_ROWS, part.size)) for part in parts]
-    return pl.run_scoped(multiply, accumulators, accumulator((WGMMA_ROWS, TILE)))
+    return pl.run_scoped(multiply, accumulator(out[0].shape), accumulator((WGMMA_ROWS, TILE)))
 
 
 def rescaled(out: list[Array], factors: Array) -> list[Array]:
@@ -116,38 +159,59 @@ def rescaled(out: list[Array], factors: Array) -> list[Array]:
     return [lanes.rescaled(x, factors) for x in out]
 
 
-def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, geometry: Geometry):
-    """Returns the weights of the tile that begins at token `start`, the factor that rescales O, new maxima and sums."""
-    problem = geometry.problem
-    logits = scaled_logits(products, factor, problem)
+def raise_maxima(
+    products: Array, maxima: Array, start: Scalar, seen: Seen, factor: Factor, geometry: Geometry
+) -> tuple[Array, Array, Array]:
+    """Returns the logits of the tile that begins at token `start`, maxima, and the factors that rescale O.
+
+    Logits and maxima lack the factor's magnitude.
+    """
+    problem, end = geometry.problem, seen.by_rows - start
     if not problem.scaled_products:
-        logits *= LOG2E
-    token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
-    end = seen - start
-    logits = jnp.where(token < (over_columns(end, TILE) if jnp.ndim(end) else end), logits, -jnp.inf)
+        products = scaled_logits(products, factor.signed, problem) * LOG2E
+
+    def mask(x):
+        token = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
+        signed = x * factor.sign
+        return jnp.where(token < (over_columns(end, TILE) if jnp.ndim(end) else end), signed, -jnp.inf)
+
+    # Only the last tiles of a row block need a mask.
+    is_masked = (seen.by_all - start < TILE) | (factor.sign < 0)
+    logits = lax.cond(is_masked, mask, lambda x: x, products)
     # A maximum may lag behind the largest logit. Maxima then rise rarely, and O is rarely multiplied.
-    maxima = lanes.raised(state.maxima, logits, jnp.float32(1), _MOST_LAG)
-    keep = jnp.exp2(state.maxima - maxima)
-    weights = lanes.exponentials(logits, jnp.float32(1), maxima - _exponent_of_weights(geometry))
-    return weights, keep, maxima, state.sums * keep + lanes.sums(weights)
+    raised = lanes.raised(maxima, logits, factor.magnitude, _MOST_LAG)
+    return logits, raised, jnp.exp2((maxima - raised) * factor.magnitude)
 
 
-def factor_of(inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """The factor from products to logits, or to logits times log2(e) if logits are just scaled products."""
-    factor = inputs_gmem.scale[0] * cache_scale(inputs_gmem.latent_scale, geometry.problem.k_scale, jnp.int32(0))
-    return factor * LOG2E if geometry.problem.scaled_products else factor
+def weigh(logits: Array, maxima: Array, factor: Factor, geometry: Geometry) -> Array:
+    """The weights of a tile's tokens."""
+    return lanes.exponentials(logits, factor.magnitude, scaled(maxima, factor) - _exponent_of_weights(geometry))
 
 
-def zero_unseen(tile_smem: Ref, end: Scalar, geometry: Geometry) -> None:
+def scaled(maxima: Array, factor: Factor) -> Array:
+    """Maxima with the factor. They stay finite, so that those of unseen rows may be subtracted from each other."""
+    return lax.max(maxima * factor.magnitude, jnp.full_like(maxima, LOWEST))
+
+
+def factor_of(inputs_gmem: Inputs, geometry: Geometry) -> Factor:
+    """The factor of a call."""
+    signed = inputs_gmem.scale[0] * cache_scale(inputs_gmem.latent_scale, geometry.problem.k_scale, jnp.int32(0))
+    if not geometry.problem.scaled_products:
+        return Factor(signed, jnp.float32(1), jnp.float32(1))
+    sign = jnp.where(signed < 0, jnp.float32(-1), jnp.float32(1))
+    return Factor(signed, sign, lax.max(signed * sign * LOG2E, jnp.float32(_LEAST_FACTOR)))
+
+
+def zero_unseen(values_smem: Sequence[Ref], end: Scalar) -> None:
     """Zeroes the values of the tokens from `end` on: their weights are 0, but 0 * NaN would be NaN."""
 
     @pl.when(end < TILE)
     def zero():
-        for first in range(0, geometry.problem.head_size, _ZEROED):
-            part_smem = tile_smem.at[:, pl.ds(first, _ZEROED)]
+        for part_smem in [x.at[:, pl.ds(i, _ZEROED)] for x in values_smem for i in range(0, x.shape[1], _ZEROED)]:
             values = plgpu.load(part_smem, layout=plgpu.Layout.WGMMA)
             token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
             part_smem[...] = jnp.where(token < end, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
 
 
 def finished(state: State, is_whole: Scalar, split: Split, refs: Refs, geometry: Geometry) -> tuple[Finished, Array]:
