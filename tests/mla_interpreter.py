@@ -23,7 +23,7 @@ def loaded(values_gmem, first):
     return values_gmem[pl.ds(first, 64)]
 
 
-_LANES = "row_numbers", "sums", "sum_of_lanes", "raised", "exponentials", "rescaled"
+_LANES = "row_numbers", "sums", "sum_of_lanes", "raised", "exponentials", "rescaled", "settle"
 SMALL_GPU = Device(90, 4)
 
 
@@ -62,9 +62,9 @@ def accumulate(out, weights, values_smem, release):
     return [x + jnp.dot(weights.astype(jnp.float32), of_part) for x, of_part in zip(out, values, strict=True)]
 
 
-def accumulate_and_score(out, weights, values_smem, query_smem, next_tile, release):
-    sums = accumulate(out, weights, values_smem, release)
-    return sums, scores(query_smem, next_tile)
+def score_and_accumulate(out, weights, value_smem, query_smem, next_tile, then):
+    result = then(scores(query_smem, next_tile))
+    return accumulate([out], weights, [value_smem], lambda _: None)[0], result
 
 
 def merge_parts(refs, block, part, sums_smem, geometry):
@@ -105,7 +105,7 @@ def run(function, *, device=SMALL_GPU, **arrays):
     patches = [
         mock.patch.object(rows, "store_lse", store_lse),
         mock.patch.object(rows, "store_partial", store_partial),
-        mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
+        mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
         mock.patch.multiple(lanes, loaded=loaded, **{name: getattr(interpreted_lanes, name) for name in _LANES}),
         mock.patch.object(merge, "merge_parts", merge_parts),
         mock.patch.object(merge, "_PROGRAMS", 6),  # so that a program of the merge merges several parts

@@ -1,6 +1,7 @@
 """Shapes and counts of the MLA kernel. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
@@ -17,6 +18,12 @@ TILE = 64
 """Tokens of a tile."""
 STAGES = 2
 """Tiles in the ring."""
+
+
+def in_order[T](of_parts: Iterable[T]) -> tuple[T, ...]:
+    """Something for each of the parts of a tile, in the order of copies: the first part is the last to be released."""
+    first, *others = of_parts
+    return *others, first
 
 
 @dataclass(frozen=True)

@@ -134,37 +134,46 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         smem_of_parts, ready = ([x.at[stage_of(i)] for x in xs] for xs in (smem.tiles, smem.tile_ready))
         return softmax.Tile(geometry.tile_parts, smem_of_parts, ready)
 
-    def attend_tile(i, carry):
-        products, state = carry
-        values_smem, start = _values(smem.tiles, stage_of(i), all_parts), (split.tile + i) * TILE
-        logits, maxima, keep = softmax.raise_maxima(products, state.maxima, start, seen, factor, geometry)
+    def values_of(i):
+        return _values(smem.tiles, stage_of(i), all_parts)
+
+    def weigh(i, products, maxima, sums):
+        start = (split.tile + i) * TILE
+        logits, maxima, keep = softmax.raise_maxima(products, maxima, start, seen, factor, geometry)
         exponentials = softmax.weigh(logits, maxima, factor, geometry)
         weights = exponentials.astype(geometry.problem.query_dtype)
+        own_sums = lanes.sums(exponentials)
+        lanes.settle(own_sums, smem.lse)
+        return weights, keep, maxima, sums * keep + own_sums
+
+    def hand_over(i, weights, keep):
         plgpu.barrier_wait(smem.weights_consumed)
         smem.weights[...] = weights
         smem.factors[...] = keep
-        softmax.zero_unseen(values_smem, split.end - start)
+        softmax.zero_unseen(values_of(i), split.end - (split.tile + i) * TILE)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.weights_ready)
-        sums = state.sums * keep + lanes.sums(exponentials)
-        out = softmax.rescaled(state.out, keep)
 
-        def release(part):
-            plgpu.barrier_arrive(smem.tile_consumed[part].at[stage_of(i)])
-
-        def last():
-            return softmax.accumulate(out, weights, values_smem[: len(parts)], release), products
-
-        def go_on():
-            values = values_smem[: len(parts)]
-            return softmax.accumulate_and_score(out, weights, values, smem.query, tile_of(i + 1), release)
-
-        out, products = lax.cond(i + 1 == split.num_tiles, last, go_on)
-        return products, softmax.State(out, maxima, sums)
+    def go_on(i, state):
+        out, (weights, keep, maxima, sums) = softmax.score_and_accumulate(
+            state.out[0], smem.weights, values_of(i)[0], smem.query, tile_of(i + 1),
+            lambda products: weigh(i + 1, products, state.maxima, state.sums),
+        )  # fmt: skip
+        plgpu.barrier_arrive(smem.tile_consumed[0].at[stage_of(i)])
+        hand_over(i + 1, weights, keep)
+        return softmax.State(softmax.rescaled([out], keep), maxima, sums)
 
     def attend():
-        first = softmax.scores(smem.query, tile_of(jnp.int32(0))), softmax.empty(parts)
-        return lax.fori_loop(0, split.num_tiles, attend_tile, first)[1]
+        first, begin, last = softmax.empty(parts), jnp.int32(0), split.num_tiles - 1
+        products = softmax.scores(smem.query, tile_of(begin))
+        weights, keep, maxima, sums = weigh(begin, products, first.maxima, first.sums)
+        hand_over(begin, weights, keep)
+        state = lax.fori_loop(0, last, go_on, softmax.State(first.out, maxima, sums))
+
+        def release(_):
+            plgpu.barrier_arrive(smem.tile_consumed[0].at[stage_of(last)])
+
+        return state._replace(out=softmax.accumulate(state.out, smem.weights, values_of(last)[:1], release))
 
     state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
     state = state._replace(maxima=softmax.scaled(state.maxima, factor))

@@ -22,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, layout
-from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
+from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry, in_order
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
@@ -98,15 +98,15 @@ def scores(query_smem: Ref, tile: Tile) -> Array:
     """S, the products of the query with a tile's latents."""
 
     def multiply(acc):
-        _score(acc, query_smem, tile, slice(None))
+        _score(acc, query_smem, tile)
         return acc[...]
 
     return pl.run_scoped(multiply, accumulator((WGMMA_ROWS, TILE)))
 
 
-def _score(acc: Ref, query_smem: Ref, tile: Tile, parts: slice) -> None:
-    """Starts to add the products with some parts of a tile, which arrive in this order."""
-    for part, part_smem, ready in list(zip(tile.parts, tile.smem, tile.ready, strict=True))[parts]:
+def _score(acc: Ref, query_smem: Ref, tile: Tile) -> None:
+    """Starts S, in the order in which the parts of a tile arrive."""
+    for part, part_smem, ready in in_order(zip(tile.parts, tile.smem, tile.ready, strict=True)):
         plgpu.barrier_wait(ready)
         plgpu.wgmma(acc, query_smem.at[:, pl.ds(*part)], part_smem.T)
 
@@ -132,26 +132,19 @@ def accumulate(
     return list(pl.run_scoped(multiply, [accumulator(x.shape) for x in out]))
 
 
-def accumulate_and_score(
-    out: list[Array],
-    weights: Array,
-    values_smem: Sequence[Ref],
-    query_smem: Ref,
-    next_tile: Tile,
-    release: Callable[[int], None],
-) -> tuple[list[Array], Array]:
-    """O + P V for one part of O, and S of the next tile behind it. `release(0)` says that the values have been read."""
+def score_and_accumulate(
+    out: Array, weights: Ref, value_smem: Ref, query_smem: Ref, next_tile: Tile, then: Callable[[Array], Any]
+) -> tuple[Array, Any]:
+    """S of the next tile, and O + P V of this one behind it for a part of O. `then(S)` runs under O + P V."""
 
     def multiply(acc, scores_acc):
-        acc[...] = out[0]
-        plgpu.wgmma(acc, weights, values_smem[0])
-        _score(scores_acc, query_smem, next_tile, slice(0, 1))
-        sums = plgpu.wgmma_accumulator_load(acc, wait_n=1)
-        release(0)
-        _score(scores_acc, query_smem, next_tile, slice(1, None))
-        return [sums], scores_acc[...]
+        acc[...] = out
+        _score(scores_acc, query_smem, next_tile)
+        plgpu.wgmma(acc, weights, value_smem)
+        result = then(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1))
+        return acc[...], result
 
-    return pl.run_scoped(multiply, accumulator(out[0].shape), accumulator((WGMMA_ROWS, TILE)))
+    return pl.run_scoped(multiply, accumulator(out.shape), accumulator((WGMMA_ROWS, TILE)))
 
 
 def rescaled(out: list[Array], factors: Array) -> list[Array]:
