@@ -39,6 +39,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
@@ -155,8 +156,12 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         plgpu.barrier_arrive(smem.weights_ready)
 
     def go_on(i, state):
+        # The offset is 0, but the compiler cannot know it. It would otherwise keep the addresses of all parts of the
+        # query in registers through the loop.
+        hidden = pl.multiple_of(lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
+        query_smem = smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
         out, (weights, keep, maxima, sums) = softmax.score_and_accumulate(
-            state.out[0], smem.weights, values_of(i)[0], smem.query, tile_of(i + 1),
+            state.out[0], smem.weights, values_of(i)[0], query_smem, tile_of(i + 1),
             lambda products: weigh(i + 1, products, state.maxima, state.sums),
         )  # fmt: skip
         plgpu.barrier_arrive(smem.tile_consumed[0].at[stage_of(i)])
