@@ -53,18 +53,15 @@ def scores(query_smem, tile):
     return query @ jnp.concatenate(latents, axis=1).T
 
 
-def accumulate(out, weights, values_smem, release):
-    values = [x[...].astype(jnp.float32) for x in values_smem]
-    weights = weights if isinstance(weights, jax.Array) else weights[...]
+def accumulate(out, weights_smem, values_smem):
+    values, weights = (x[...].astype(jnp.float32) for x in (values_smem, weights_smem))
     plgpu.commit_smem()  # without this fence the interpreter sees a race between these reads and later writes
-    for part in range(len(values)):
-        release(part)
-    return [x + jnp.dot(weights.astype(jnp.float32), of_part) for x, of_part in zip(out, values, strict=True)]
+    return out + jnp.dot(weights, values)
 
 
-def score_and_accumulate(out, weights, value_smem, query_smem, next_tile, then):
+def score_and_accumulate(out, weights_smem, values_smem, query_smem, next_tile, then):
     result = then(scores(query_smem, next_tile))
-    return accumulate([out], weights, [value_smem], lambda _: None)[0], result
+    return accumulate(out, weights_smem, values_smem), result
 
 
 def merge_parts(refs, block, part, sums_smem, geometry):

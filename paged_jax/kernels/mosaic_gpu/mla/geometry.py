@@ -1,7 +1,5 @@
 """Shapes and counts of the MLA kernel. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
@@ -12,18 +10,11 @@ from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Problem
 
 _SWIZZLED = 64  # neighbouring columns in a tile of the swizzled layout
-_MOST_COLUMNS = 256  # the most columns of one product
 
 TILE = 64
 """Tokens of a tile."""
 STAGES = 2
 """Tiles in the ring."""
-
-
-def in_order[T](of_parts: Iterable[T]) -> tuple[T, ...]:
-    """Something for each of the parts of a tile, in the order of copies: the first part is the last to be released."""
-    first, *others = of_parts
-    return *others, first
 
 
 @dataclass(frozen=True)
@@ -46,22 +37,20 @@ class Geometry:
         return self.problem.latent_size
 
     @property
-    def value_parts(self) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
+    def value_parts(self) -> tuple[Slice, Slice]:
         """The parts of a value that each of the two computing warpgroups sums up.
 
-        The warpgroup that computes the softmax takes about a quarter of the value, so that its next product begins
-        while the other one still sums up. A product has at most 256 columns, so the other one may have several parts.
+        Each warpgroup has about a half. The one that computes the softmax sums up its half under the softmax.
         """
         size = self.problem.head_size
-        left = max(_SWIZZLED, size // 4 // _SWIZZLED * _SWIZZLED)
-        right = [Slice(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
-        return (Slice(0, left),), tuple(right)
+        left = pl.cdiv(size, 2 * _SWIZZLED) * _SWIZZLED
+        return Slice(0, left), Slice(left, size - left)
 
     @property
-    def tile_parts(self) -> tuple[Slice, ...]:
-        """The parts of a tile that are copied and released alone: the parts of the value, the last with the rest."""
-        firsts = [part.first for parts in self.value_parts for part in parts]
-        return tuple(Slice(a, b - a) for a, b in itertools.pairwise([*firsts, self.latent_size]))
+    def tile_parts(self) -> tuple[Slice, Slice]:
+        """The parts of a tile that are copied and released alone: those of the value, the right one with the rest."""
+        left, right = self.value_parts
+        return left, Slice(right.first, self.latent_size - right.first)
 
     @property
     def heads(self) -> int:

@@ -5,15 +5,15 @@ three warpgroups. The programs of a queue attend to the same tiles, each with it
 head) of a sequence.
 
 Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
-two tiles (`load.py`). Parts of a tile have rings and barriers of their own, so that the part that is read first is
-copied again first.
+two tiles (`load.py`). The two parts of a tile have rings and barriers of their own, so that the part that has been read
+is copied again while the other one is being read.
 
 Who computes: warpgroups 0 and 1. Warpgroup 0 computes the softmax, and hands its weights P, and the factors that
-rescale O, to warpgroup 1 through shared memory. Both sum up a part of O, because O takes more registers than one
-warpgroup has. Warpgroup 1 has the larger part:
+rescale O, to warpgroup 1 through shared memory. Each sums up a half of O, because O takes more registers than one
+warpgroup has. Warpgroup 0 begins S of the next tile before its half, so that the softmax runs under the latter:
 
-    warpgroup 0   | S0 | softmax | O0 left | S1 | softmax | O1 left | S2 ...
-    warpgroup 1                  | O0 right  |            | O1 right  | ...
+    warpgroup 0   | S0 | softmax | S1       | O0 left, softmax | S2       | O1 left, softmax | S3 ...
+    warpgroup 1                  | O0 right |                  | O1 right |                  | O2 right ...
     warpgroup 2   tiles 0 and 1, then each part of tile i as soon as that part of tile i - 2 has been read
 
 Shared memory, for latents of 576 elements of 16 bits and tiles of 64 tokens:
@@ -28,7 +28,6 @@ Arithmetic bounds the kernel from 64 heads on, or from fewer heads on if sequenc
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.experimental.pallas as pl
@@ -40,15 +39,14 @@ from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
-from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Ref, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Ref, Refs, Scratch, outputs, scratch
 
 _WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
 # Registers of each thread. Their sum must not exceed 3 * 168, with which the three warpgroups start.
-_WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 216, 240, 48
+_WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 240, 216, 48
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
@@ -122,8 +120,7 @@ def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
 
 def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     _, block, _, refs, geometry = program
-    smem, parts = refs.smem, geometry.value_parts[_WEIGHS]
-    all_parts = [part for parts in geometry.value_parts for part in parts]
+    smem, part = refs.smem, geometry.value_parts[_WEIGHS]
     plgpu.barrier_wait(smem.query_ready)
     factor = softmax.factor_of(refs.inputs_gmem, geometry)
     seen = softmax.seen_by_rows(split, geometry)
@@ -132,11 +129,11 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         return lax.rem(tiles_before + i, jnp.int32(STAGES))
 
     def tile_of(i):
-        smem_of_parts, ready = ([x.at[stage_of(i)] for x in xs] for xs in (smem.tiles, smem.tile_ready))
-        return softmax.Tile(geometry.tile_parts, smem_of_parts, ready)
+        parts_smem, ready = ([x.at[stage_of(i)] for x in xs] for xs in (smem.tiles, smem.tile_ready))
+        return softmax.Tile(geometry.tile_parts, parts_smem, ready)
 
     def values_of(i):
-        return _values(smem.tiles, stage_of(i), all_parts)
+        return _values(smem, stage_of(i), geometry)
 
     def weigh(i, products, maxima, sums):
         start = (split.tile + i) * TILE
@@ -161,26 +158,24 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         hidden = pl.multiple_of(lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
         query_smem = smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
         out, (weights, keep, maxima, sums) = softmax.score_and_accumulate(
-            state.out[0], smem.weights, values_of(i)[0], query_smem, tile_of(i + 1),
+            state.out, smem.weights, values_of(i)[_WEIGHS], query_smem, tile_of(i + 1),
             lambda products: weigh(i + 1, products, state.maxima, state.sums),
         )  # fmt: skip
-        plgpu.barrier_arrive(smem.tile_consumed[0].at[stage_of(i)])
+        plgpu.barrier_arrive(smem.tile_consumed[_WEIGHS].at[stage_of(i)])
         hand_over(i + 1, weights, keep)
-        return softmax.State(softmax.rescaled([out], keep), maxima, sums)
+        return softmax.State(lanes.rescaled(out, keep), maxima, sums)
 
     def attend():
-        first, begin, last = softmax.empty(parts), jnp.int32(0), split.num_tiles - 1
+        first, begin, last = softmax.empty(part), jnp.int32(0), split.num_tiles - 1
         products = softmax.scores(smem.query, tile_of(begin))
         weights, keep, maxima, sums = weigh(begin, products, first.maxima, first.sums)
         hand_over(begin, weights, keep)
         state = lax.fori_loop(0, last, go_on, softmax.State(first.out, maxima, sums))
+        out = softmax.accumulate(state.out, smem.weights, values_of(last)[_WEIGHS])
+        plgpu.barrier_arrive(smem.tile_consumed[_WEIGHS].at[stage_of(last)])
+        return state._replace(out=out)
 
-        def release(_):
-            plgpu.barrier_arrive(smem.tile_consumed[0].at[stage_of(last)])
-
-        return state._replace(out=softmax.accumulate(state.out, smem.weights, values_of(last)[:1], release))
-
-    state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
+    state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(part))
     state = state._replace(maxima=softmax.scaled(state.maxima, factor))
     done, lse = softmax.finished(state, split.is_whole, split, refs, geometry)
     plgpu.barrier_wait(smem.weights_consumed)
@@ -188,7 +183,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.weights_ready)
     results.store_sums(lse, done.log_sums, split, block, refs)
-    results.store_out(softmax.rescaled(state.out, done.factor), parts, split, block, refs, geometry)
+    results.store_out(lanes.rescaled(state.out, done.factor), part, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
 
 
@@ -219,7 +214,7 @@ def _sum_up(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
 
 def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     _, block, _, refs, geometry = program
-    smem, parts = refs.smem, geometry.value_parts[_SUMS]
+    smem, part = refs.smem, geometry.value_parts[_SUMS]
 
     def factors():
         plgpu.barrier_wait(smem.weights_ready)
@@ -227,27 +222,24 @@ def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
     def attend_tile(i, out):
         stage = lax.rem(tiles_before + i, jnp.int32(STAGES))
-        for ready in smem.tile_ready[1:]:
-            plgpu.barrier_wait(ready.at[stage])
-        out = softmax.rescaled(out, factors())
-
-        def release(part):
-            plgpu.barrier_arrive(smem.tile_consumed[1 + part].at[stage])
-
-        out = softmax.accumulate(out, smem.weights, _values(smem.tiles[1:], stage, parts), release)
+        plgpu.barrier_wait(smem.tile_ready[_SUMS].at[stage])
+        out = lanes.rescaled(out, factors())
+        out = softmax.accumulate(out, smem.weights, _values(smem, stage, geometry)[_SUMS])
         plgpu.barrier_arrive(smem.weights_consumed)
+        plgpu.barrier_arrive(smem.tile_consumed[_SUMS].at[stage])
         return out
 
-    out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(parts))
-    out = softmax.rescaled(out, factors())
+    out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(part))
+    out = lanes.rescaled(out, factors())
     plgpu.barrier_arrive(smem.weights_consumed)
-    results.store_out(out, parts, split, block, refs, geometry)
+    results.store_out(out, part, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
 
 
-def _values(tiles_smem: Sequence[Ref], stage: Scalar, parts: Sequence[Slice]) -> list[Ref]:
-    """The values in some parts of a tile."""
-    return [x.at[stage, :, pl.ds(0, part.size)] for x, part in zip(tiles_smem, parts, strict=True)]
+def _values(smem: Scratch, stage: Scalar, geometry: Geometry) -> list[Ref]:
+    """The two parts of the values of the tile in a stage."""
+    parts = zip(smem.tiles, geometry.value_parts, strict=True)
+    return [ring_smem.at[stage, :, pl.ds(0, part.size)] for ring_smem, part in parts]
 
 
 def _load(program: _Program, split: Split, counts: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:

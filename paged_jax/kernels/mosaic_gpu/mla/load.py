@@ -7,7 +7,7 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS
-from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry, in_order
+from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 
@@ -71,7 +71,7 @@ def _load_tile(i: Scalar, runs: tuple, split: Split, tiles_before: Scalar, refs:
     stage, size, smem = lax.rem(tiles_before + i, jnp.int32(STAGES)), geometry.run_tokens, refs.smem
     is_later = tiles_before + i >= STAGES
     of_parts = geometry.tile_parts, smem.tiles, smem.tile_ready, smem.tile_consumed
-    for part, ring_smem, ready, consumed in in_order(zip(*of_parts, strict=True)):
+    for part, ring_smem, ready, consumed in reversed([*zip(*of_parts, strict=True)]):  # the left part is released last
         pl.when(is_later)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
         for j, (block, offset) in enumerate(runs):
             tokens = slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)

@@ -1,31 +1,26 @@
 """Stores of the MLA kernel: out and lse of a whole item's row block, or the partial result of a split."""
 
-from collections.abc import Sequence
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout
 from paged_jax.kernels.mosaic_gpu.mla import rows
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
-from paged_jax.kernels.mosaic_gpu.mla.refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 
 
-def store_out(
-    out: list[Array], parts: Sequence[Slice], split: Split, block: Ref, refs: Refs, geometry: Geometry
-) -> None:
-    """Stores a warpgroup's parts of normalised O: as out if the item is whole, otherwise as a partial result."""
-    first = parts[0].first
-    columns = pl.ds(first, parts[-1].first + parts[-1].size - first)
+def store_out(out: Array, part: Slice, split: Split, block: Scalar, refs: Refs, geometry: Geometry) -> None:
+    """Stores a warpgroup's part of normalised O: as out if the item is whole, otherwise as a partial result."""
+    columns = pl.ds(*part)
 
     @pl.when(split.is_whole)
     def store_whole():
-        for x, part in zip(out, parts, strict=True):
-            refs.smem.query.at[:, pl.ds(*part)][...] = layout(x.astype(geometry.problem.query_dtype))
+        refs.smem.query.at[:, columns][...] = layout(out.astype(geometry.problem.query_dtype))
         plgpu.commit_smem()
         for i in range(0, WGMMA_ROWS, QUERY_ROWS):
 
@@ -40,11 +35,10 @@ def store_out(
     @pl.when(~split.is_whole)
     def store_partial():
         partial_gmem = refs.outputs_gmem.partials.out.at[split.partial, block]
-        for x, part in zip(out, parts, strict=True):
-            rows.store_partial(partial_gmem, x, part.first, split.num_rows, geometry)
+        rows.store_partial(partial_gmem, out, part.first, split.num_rows, geometry)
 
 
-def store_sums(lse: Array, log_sums: Array, split: Split, block: Ref, refs: Refs) -> None:
+def store_sums(lse: Array, log_sums: Array, split: Split, block: Scalar, refs: Refs) -> None:
     """Stores the lse of a whole item's row block, or the logarithms of a partial result's sums."""
 
     @pl.when(split.is_whole)
