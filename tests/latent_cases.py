@@ -62,11 +62,12 @@ CASES = [
     ),
 ]  # fmt: skip
 
-# Those that Hopper's kernel takes, too: row blocks that are full or not, one or several of them, queries in one row
-# block or in two; lengths that end within tiles and blocks; empty sequences and rows of padding.
+# Those that Hopper's kernel takes, too: row blocks that are full or not, one or several of them; queries in one row
+# block or in two, that see one number of tiles or two; lengths that end within tiles and blocks; empty sequences and
+# rows of padding.
 HOPPER_CASES = [
     latent_case(
-        "one-block", 8, 192, 128, 16, "bfloat16", seq_lens=(290, 0, 33, 64), query_lens=(2, 0, 33, 1), sinks=True,
+        "one-block", 8, 192, 128, 16, "bfloat16", seq_lens=(257, 0, 33, 64), query_lens=(3, 0, 33, 1), sinks=True,
         padding=9,
     ),
     latent_case(

@@ -9,8 +9,10 @@ import pytest
 
 import paged_jax
 from paged_jax import _validate_latent
-from paged_jax.kernels.mosaic_gpu.mla import choose, plan
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
+from paged_jax.kernels.mosaic_gpu.mla import choose, plan, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import mla_interpreter, test_mla
 from tests.latent_cases import HOPPER_CASES
@@ -81,6 +83,17 @@ def test_refusals(changes, reason):
         choose.tune(problem_of(**changes), Device(90, 132))
     with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
         choose.tune(problem_of(), Device(100, 132))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_the_factor_of_exponents_is_positive(scale):
+    """Then the largest product has the largest logit. And 0 times the infinite logit of an unseen token would be NaN."""
+    problem = problem_of()
+    geometry = Geometry(problem, choose.tune(problem, Device(90, 132)), one_query=True)
+    inputs = Inputs(*[None] * 4, scale=jnp.full(1, scale), latent_scale=jnp.full(1, 0.5), sinks=None)
+    factor = softmax.factor_of(inputs, geometry)
+    np.testing.assert_allclose(factor.sign * factor.magnitude, scale * 0.5 * LOG2E, rtol=1e-6, atol=1e-20)
+    assert factor.magnitude > 0
 
 
 @pytest.mark.parametrize("queues", [1, 3, 7, 50])

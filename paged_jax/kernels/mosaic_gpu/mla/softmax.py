@@ -91,7 +91,8 @@ def seen_by_rows(split: Split, geometry: Geometry) -> Seen:
         return Seen(split.end, split.end)
     row = lanes.row_numbers() + split.first_row
     of_rows = lax.min(div(row, geometry.heads) + (split.context_len + 1), jnp.broadcast_to(split.limit, row.shape))
-    return Seen(lax.min(div(split.first_row, geometry.heads) + (split.context_len + 1), split.limit), of_rows)
+    by_all = lax.min(div(split.first_row, geometry.heads) + (split.context_len + 1), split.limit)
+    return Seen(by_all, of_rows)
 
 
 def scores(query_smem: Ref, tile: Tile) -> Array:
