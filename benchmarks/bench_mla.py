@@ -81,8 +81,8 @@ def _row(case: Case, name: str) -> dict[str, Any]:
 def _calls(case: Case, name: str) -> tuple[list[tuple], Any]:
     """Returns the arguments of calls, one for each of the block tables, and the compiled op."""
     tables, num_blocks = case.tables()
-    num_seqs, key = len(case.lengths), jax.random.key(0)
-    query = jax.random.normal(key, (num_seqs * case.num_queries, case.num_heads, LATENT_SIZE), jnp.bfloat16)
+    num_seqs, (key, of_query) = len(case.lengths), jax.random.split(jax.random.key(0))
+    query = jax.random.normal(of_query, (num_seqs * case.num_queries, case.num_heads, LATENT_SIZE), jnp.bfloat16)
     cache = jax.jit(
         functools.partial(jax.random.normal, shape=(num_blocks, BLOCK_SIZE, LATENT_SIZE), dtype=jnp.bfloat16)
     )(key)
