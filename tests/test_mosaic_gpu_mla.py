@@ -87,7 +87,7 @@ def test_refusals(changes, reason):
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
 def test_the_factor_of_exponents_is_positive(scale):
-    """Then the largest product is the largest logit, and the infinite logit of an unseen token has no NaN as exponent."""
+    """So the largest product is the largest logit, and the infinite logit of an unseen token is no NaN."""
     problem = problem_of()
     geometry = Geometry(problem, choose.tune(problem, Device(90, 132)), one_query=True)
     inputs = Inputs(*[None] * 4, scale=jnp.full(1, scale), latent_scale=jnp.full(1, 0.5), sinks=None)
