@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from paged_jax.kernels import problem
 from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
-from paged_jax.kernels.mosaic_gpu.mla import call, merge, plan, rows, softmax
+from paged_jax.kernels.mosaic_gpu.mla import call, merge, plan, rows, softmax, warps
 from paged_jax.kernels.problem import Device
 from tests import ragged_interpreter
 from tests.interpreted_ptx import lanes as interpreted_lanes
@@ -25,6 +25,27 @@ def loaded(values_gmem, first):
 
 _LANES = "row_numbers", "sums", "sum_of_lanes", "raised", "exponentials", "rescaled", "settle"
 SMALL_GPU = Device(90, 4)
+
+
+def lane_numbers():
+    return jnp.tile(jnp.arange(32), 4)
+
+
+def gather(values_gmem, indices, last):
+    return values_gmem[...][jnp.minimum(indices, last)]
+
+
+def sums_to_here(x):
+    return jnp.tile(jnp.cumsum(x[:32]), 4)
+
+
+WARPS = {
+    "lane_numbers": lane_numbers,
+    "gather": gather,
+    "sums_to_here": sums_to_here,
+    "total": lambda x: x[:32].sum(),
+    "largest": jnp.max,
+}
 
 
 def store_lse(lse_smem, lse_gmem, row, num_rows):
@@ -100,6 +121,7 @@ def merge_parts(refs, block, part, sums_smem, geometry):
 def run(function, *, device=SMALL_GPU, **arrays):
     """Replaces the fixture `run` of the tests of every implementation."""
     patches = [
+        mock.patch.multiple(warps, **WARPS),
         mock.patch.object(rows, "store_lse", store_lse),
         mock.patch.object(rows, "store_partial", store_partial),
         mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, score_and_accumulate=score_and_accumulate),

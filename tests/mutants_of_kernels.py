@@ -391,7 +391,7 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu mla: lengths are not bounded",
         "kernels/mosaic_gpu/mla/plan.py",
-        "limit = lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))",
+        "limit = at_most(seq_len, geometry.problem.max_seq_len)",
         "limit = seq_len",
         "tests/test_mosaic_gpu_mla.py -k queues_share",
     ),

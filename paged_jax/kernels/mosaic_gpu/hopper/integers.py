@@ -24,6 +24,11 @@ def at_least(x: Any, y: int) -> Any:
     return lax.max(x, _like(x, y))
 
 
+def at_most(x: Any, y: int) -> Any:
+    """The smaller one of x and y."""
+    return lax.min(x, _like(x, y))
+
+
 def _like(x: Any, y: Any) -> Any:
     if not isinstance(y, int):
         return y

@@ -15,15 +15,17 @@ item: its program tells the merge where the item's partial results lie.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
+from paged_jax.kernels.mosaic_gpu.mla import warps
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 
-_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads before it waits for them
+_IN_FLIGHT = 4  # sequences whose lengths a lane loads before it waits for them
 _LEAST_TILES = 4  # the least tiles of a queue; otherwise a small batch would be cut too fine
 
 
@@ -76,22 +78,29 @@ class Closing(NamedTuple):
 
 def total_tiles(lengths_gmem: Lengths, geometry: Geometry) -> Scalar:
     """The number of tiles of all items."""
-    return _over_sequences(lengths_gmem, lambda _, s, total: total + s.items * s.tiles, jnp.int32(0), geometry)
+
+    def step(tiles, sums):
+        return sums + tiles
+
+    return warps.total(_over_sequences(lengths_gmem, step, _zeros(), geometry))
 
 
 def queue_of(lengths_gmem: Lengths, number: Scalar, total: Scalar, geometry: Geometry) -> Queue:
     """Queue `number` of the queues that share `total` tiles."""
-    zero = jnp.int32(0)
     first, end = (_cut(total, number + i, geometry) for i in range(2))
 
-    def search(seq, s, carry):  # the sequence that holds tile `first`, and the number of tiles before it
-        after, found, before = carry
-        after += s.items * s.tiles
-        past = first >= after
-        return after, jnp.where(past, seq + 1, found), jnp.where(past, after, before)
+    def search(tiles, carry):
+        """Finds the number of sequences that end at tile `first` or before, and where the last of them ends."""
+        before, seqs, ends = carry
+        after = warps.sums_to_here(tiles) + before
+        is_past = after <= first
+        ends = lax.max(ends, jnp.where(is_past, after, 0))
+        return before + warps.total(tiles), seqs + is_past.astype(jnp.int32), ends
 
-    _, seq, before = _over_sequences(lengths_gmem, search, (zero, zero, zero), geometry)
-    tiles = sequence_of(lengths_gmem, lax.min(seq, jnp.int32(_num_sequences(geometry) - 1)), geometry).tiles
+    _, seqs, ends = _over_sequences(lengths_gmem, search, (jnp.int32(0), _zeros(), _zeros()), geometry)
+    last = jnp.int32(_num_sequences(geometry) - 1)
+    seq, before = lax.min(warps.total(seqs), last), warps.largest(ends)
+    tiles = sequence_of(lengths_gmem, seq, geometry).tiles
     within = first - before
     return Queue(number, seq, lax.div(within, tiles), lax.rem(within, tiles), end - first, 2 * number)
 
@@ -146,9 +155,21 @@ def _lengths_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> tuple
     return jnp.where(is_padding, 0, seq_len), starts_gmem[seq], stop
 
 
+def _lengths_of_lanes(lengths_gmem: Lengths, seqs: Array, geometry: Geometry) -> tuple[Array, Array, Array]:
+    """As `_lengths_of`, for a sequence in each lane."""
+    last = geometry.problem.num_seqs - 1
+    seq_lens = warps.gather(lengths_gmem.seq_lens, seqs, last)
+    if geometry.one_query:
+        return seq_lens, seqs, seqs + 1
+    starts = warps.gather(lengths_gmem.query_start_loc, seqs, last + 1)
+    stops = warps.gather(lengths_gmem.query_start_loc, seqs + 1, last + 1)
+    stops = jnp.where(seqs > last, geometry.problem.num_tokens, stops)
+    return jnp.where(seqs > last, 0, seq_lens), starts, stops
+
+
 def _sequence(seq_len: Scalar, start: Scalar, stop: Scalar, geometry: Geometry) -> Sequence:
     num_rows = (stop - start) * geometry.heads
-    limit = lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))
+    limit = at_most(seq_len, geometry.problem.max_seq_len)
     items = cdiv(num_rows, WGMMA_ROWS * geometry.tuning.width)
     tiles = at_least(cdiv(limit, TILE), 1)
     return Sequence(start * geometry.heads, num_rows, seq_len - (stop - start), limit, items, tiles)
@@ -212,17 +233,23 @@ def partial_of(first: Scalar, number: Scalar) -> Scalar:
 
 
 def _over_sequences(lengths_gmem: Lengths, step: Callable, carry: Any, geometry: Geometry) -> Any:
-    """Folds `step(seq, sequence, carry)` over all sequences in order, with many loads in flight."""
-    in_flight = _LENGTHS_IN_FLIGHT // (1 if geometry.one_query else 3)
-    whole, left_over = divmod(_num_sequences(geometry), in_flight)
+    """Folds `step(tiles, carry)` over all sequences in order. Each lane of a warp has the tiles of one sequence."""
+    lanes, end = warps.lane_numbers(), _num_sequences(geometry)
+    whole, left_over = divmod(pl.cdiv(end, WARP), _IN_FLIGHT)
 
     def some(first, count: int, carry):
-        seqs = [jnp.asarray(first + i, jnp.int32) for i in range(count)]
-        lengths = [_lengths_of(lengths_gmem, seq, geometry) for seq in seqs]
-        for seq, of_seq in zip(seqs, lengths, strict=True):
-            carry = step(seq, _sequence(*of_seq, geometry), carry)
+        seqs = [lanes + (first + i) * WARP for i in range(count)]
+        lengths = [_lengths_of_lanes(lengths_gmem, x, geometry) for x in seqs]
+        for x, of_lanes in zip(seqs, lengths, strict=True):
+            s = _sequence(*of_lanes, geometry)
+            carry = step(jnp.where(x < end, s.items * s.tiles, 0), carry)
         return carry
 
     if whole:
-        carry = lax.fori_loop(0, whole, lambda i, carry: some(i * in_flight, in_flight, carry), carry)
-    return some(whole * in_flight, left_over, carry)
+        carry = lax.fori_loop(0, whole, lambda i, carry: some(i * _IN_FLIGHT, _IN_FLIGHT, carry), carry)
+    return some(whole * _IN_FLIGHT, left_over, carry)
+
+
+def _zeros() -> Array:
+    """A zero in each lane."""
+    return jnp.zeros_like(warps.lane_numbers())
