@@ -107,7 +107,7 @@ def test_queues_share_all_tiles_of_all_items(queues, monkeypatch):
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     problem = problem_of(9, 16, num_queries=40)
     problem = Problem(**vars(problem) | {"num_tokens": int(starts[-1]) + 3, "max_seq_len": most})
-    tuning = choose.Tuning(queues=queues, width=2)
+    tuning = choose.Tuning(queues=queues, width=2, left=64)
     geometry = Geometry(problem, tuning, one_query=False)
     lengths = plan.Lengths(jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts))
     found = {}

@@ -9,6 +9,7 @@ from paged_jax.kernels.problem import Device, Problem
 
 _LARGEST_LATENT = 576  # queries and two tiles of this size fill shared memory
 _LARGEST_VALUE = 512  # a warpgroup holds half of its sums in registers
+_SWIZZLED = 64  # neighbouring columns in a tile of the swizzled layout
 _LEAST_QUEUES = 0.93  # the least fraction of the queues that fill the GPU
 _MOST_WIDTH = 4
 """Sharing a context among four programs is fastest (benchmarks/LOG.md, "Latents read once")."""
@@ -24,7 +25,10 @@ def tune(problem: Problem, gpu: Device) -> Tuning:
     most, items = max(1, gpu.num_multiprocessors // width), max(1, problem.num_seqs * pl.cdiv(row_blocks, width))
     # If lengths are alike, queues of these numbers cut no item, or cut all items alike.
     fitting = [n for n in range(most, int(_LEAST_QUEUES * most), -1) if items % n == 0 or n % items == 0]
-    return Tuning(queues=fitting[0] if fitting else most, width=width)
+    # A half balances both warpgroups, but a quarter is released earlier, and counts if copies bound the kernel.
+    left = problem.head_size // (2 if width == _MOST_WIDTH else 4)
+    left = max(_SWIZZLED, left // _SWIZZLED * _SWIZZLED)
+    return Tuning(queues=fitting[0] if fitting else most, width=width, left=left)
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:

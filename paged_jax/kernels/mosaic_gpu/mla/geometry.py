@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Problem
 
-_SWIZZLED = 64  # neighbouring columns in a tile of the swizzled layout
+_MOST_COLUMNS = 256  # the most columns of one product
 
 TILE = 64
 """Tokens of a tile."""
@@ -37,20 +37,28 @@ class Geometry:
         return self.problem.latent_size
 
     @property
-    def value_parts(self) -> tuple[Slice, Slice]:
-        """The parts of a value that each of the two computing warpgroups sums up.
-
-        Each warpgroup has about a half. The one that computes the softmax sums up its half under the softmax.
-        """
-        size = self.problem.head_size
-        left = pl.cdiv(size, 2 * _SWIZZLED) * _SWIZZLED
-        return Slice(0, left), Slice(left, size - left)
+    def value_parts(self) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
+        """The parts of a value that each of the two computing warpgroups sums up. A product has at most 256 columns."""
+        size, left = self.problem.head_size, self.tuning.left
+        right = [Slice(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
+        return (Slice(0, left),), tuple(right)
 
     @property
-    def tile_parts(self) -> tuple[Slice, Slice]:
-        """The parts of a tile that are copied and released alone: those of the value, the right one with the rest."""
+    def tile_parts(self) -> tuple[Slice, ...]:
+        """The parts of a tile that are copied and released alone, in this order.
+
+        S alone reads the elements behind the value, so they are released first. Then come the right parts of the value,
+        and then the left part.
+        """
         left, right = self.value_parts
-        return left, Slice(right.first, self.latent_size - right.first)
+        rest = self.latent_size - self.problem.head_size
+        behind = [Slice(self.problem.head_size, rest)] if rest else []
+        return (*behind, *right, *left)
+
+    @property
+    def parts_behind(self) -> int:
+        """The number of parts of a tile that are not in the value."""
+        return 1 if self.latent_size > self.problem.head_size else 0
 
     @property
     def heads(self) -> int:

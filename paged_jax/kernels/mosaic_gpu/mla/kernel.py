@@ -46,7 +46,7 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Ref, Refs, Sc
 
 _WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
 # Registers of each thread. Their sum must not exceed 3 * 168, with which the three warpgroups start.
-_WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 240, 216, 48
+_MOST_REGISTERS, _MORE_REGISTERS, _LOADING_REGISTERS = 240, 216, 48
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
@@ -79,9 +79,14 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
         of_program = functools.partial(do, _Program(number, block, total, refs, geometry))
         return plan.for_each_split(of_program, carry, lengths_gmem, queue, block, geometry)
 
+    # The softmax takes fewer registers than a quarter of O.
+    halves = 2 * geometry.tuning.left >= geometry.problem.head_size
+    registers = (_MOST_REGISTERS, _MORE_REGISTERS) if halves else (_MORE_REGISTERS, _MOST_REGISTERS)
+    weighing_registers, summing_registers = registers
+
     @pl.when(warpgroup == _WEIGHS)
     def weigh():
-        plgpu.set_max_registers(_WEIGHING_REGISTERS, action="increase")
+        plgpu.set_max_registers(weighing_registers, action="increase")
         if not geometry.closes_items:
             refs.outputs_gmem.closings[number, block, 1] = jnp.int32(0)
         for_each_split(_weigh, jnp.int32(0))
@@ -89,7 +94,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
 
     @pl.when(warpgroup == _SUMS)
     def sum_up():
-        plgpu.set_max_registers(_SUMMING_REGISTERS, action="increase")
+        plgpu.set_max_registers(summing_registers, action="increase")
         plgpu.barrier_arrive(refs.smem.weights_consumed)  # the shared memory of weights is free
         for_each_split(_sum_up, jnp.int32(0))
 
@@ -120,7 +125,7 @@ def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
 
 def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     _, block, _, refs, geometry = program
-    smem, part = refs.smem, geometry.value_parts[_WEIGHS]
+    smem, parts = refs.smem, geometry.value_parts[_WEIGHS]
     plgpu.barrier_wait(smem.query_ready)
     factor = softmax.factor_of(refs.inputs_gmem, geometry)
     seen = softmax.seen_by_rows(split, geometry)
@@ -133,9 +138,14 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         return softmax.Tile(geometry.tile_parts, parts_smem, ready)
 
     def values_of(i):
-        return _values(smem, stage_of(i), geometry)
+        return _values(smem, stage_of(i), geometry, _WEIGHS)
+
+    def releasing(i):
+        return functools.partial(_release, smem, stage_of(i), geometry, _WEIGHS)
 
     def weigh(i, products, maxima, sums):
+        for consumed in smem.tile_consumed[: geometry.parts_behind]:  # S has been computed, and nothing else reads them
+            plgpu.barrier_arrive(consumed.at[stage_of(i)])
         start = (split.tile + i) * TILE
         logits, maxima, keep = softmax.raise_maxima(products, maxima, start, seen, factor, geometry)
         exponentials = softmax.weigh(logits, maxima, factor, geometry)
@@ -148,7 +158,8 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         plgpu.barrier_wait(smem.weights_consumed)
         smem.weights[...] = weights
         smem.factors[...] = keep
-        softmax.zero_unseen(values_of(i), split.end - (split.tile + i) * TILE)
+        all_values = [x for warpgroup in (_WEIGHS, _SUMS) for x in _values(smem, stage_of(i), geometry, warpgroup)]
+        softmax.zero_unseen(all_values, split.end - (split.tile + i) * TILE)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.weights_ready)
 
@@ -158,24 +169,21 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         hidden = pl.multiple_of(lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
         query_smem = smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
         out, (weights, keep, maxima, sums) = softmax.score_and_accumulate(
-            state.out, smem.weights, values_of(i)[_WEIGHS], query_smem, tile_of(i + 1),
+            state.out, smem.weights, values_of(i), releasing(i), query_smem, tile_of(i + 1),
             lambda products: weigh(i + 1, products, state.maxima, state.sums),
         )  # fmt: skip
-        plgpu.barrier_arrive(smem.tile_consumed[_WEIGHS].at[stage_of(i)])
         hand_over(i + 1, weights, keep)
-        return softmax.State(lanes.rescaled(out, keep), maxima, sums)
+        return softmax.State(softmax.rescaled(out, keep), maxima, sums)
 
     def attend():
-        first, begin, last = softmax.empty(part), jnp.int32(0), split.num_tiles - 1
+        first, begin, last = softmax.empty(parts), jnp.int32(0), split.num_tiles - 1
         products = softmax.scores(smem.query, tile_of(begin))
         weights, keep, maxima, sums = weigh(begin, products, first.maxima, first.sums)
         hand_over(begin, weights, keep)
         state = lax.fori_loop(0, last, go_on, softmax.State(first.out, maxima, sums))
-        out = softmax.accumulate(state.out, smem.weights, values_of(last)[_WEIGHS])
-        plgpu.barrier_arrive(smem.tile_consumed[_WEIGHS].at[stage_of(last)])
-        return state._replace(out=out)
+        return state._replace(out=softmax.accumulate(state.out, smem.weights, values_of(last), releasing(last)))
 
-    state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(part))
+    state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
     state = state._replace(maxima=softmax.scaled(state.maxima, factor))
     done, lse = softmax.finished(state, split.is_whole, split, refs, geometry)
     plgpu.barrier_wait(smem.weights_consumed)
@@ -183,7 +191,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.weights_ready)
     results.store_sums(lse, done.log_sums, split, block, refs)
-    results.store_out(lanes.rescaled(state.out, done.factor), part, split, block, refs, geometry)
+    results.store_out(softmax.rescaled(state.out, done.factor), parts, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
 
 
@@ -214,7 +222,7 @@ def _sum_up(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
 
 def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     _, block, _, refs, geometry = program
-    smem, part = refs.smem, geometry.value_parts[_SUMS]
+    smem, parts = refs.smem, geometry.value_parts[_SUMS]
 
     def factors():
         plgpu.barrier_wait(smem.weights_ready)
@@ -222,24 +230,35 @@ def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
     def attend_tile(i, out):
         stage = lax.rem(tiles_before + i, jnp.int32(STAGES))
-        plgpu.barrier_wait(smem.tile_ready[_SUMS].at[stage])
-        out = lanes.rescaled(out, factors())
-        out = softmax.accumulate(out, smem.weights, _values(smem, stage, geometry)[_SUMS])
+        for ready in smem.tile_ready[_rings(geometry, _SUMS)]:
+            plgpu.barrier_wait(ready.at[stage])
+        out, release = softmax.rescaled(out, factors()), functools.partial(_release, smem, stage, geometry, _SUMS)
+        out = softmax.accumulate(out, smem.weights, _values(smem, stage, geometry, _SUMS), release)
         plgpu.barrier_arrive(smem.weights_consumed)
-        plgpu.barrier_arrive(smem.tile_consumed[_SUMS].at[stage])
         return out
 
-    out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(part))
-    out = lanes.rescaled(out, factors())
+    out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(parts))
+    out = softmax.rescaled(out, factors())
     plgpu.barrier_arrive(smem.weights_consumed)
-    results.store_out(out, part, split, block, refs, geometry)
+    results.store_out(out, parts, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
 
 
-def _values(smem: Scratch, stage: Scalar, geometry: Geometry) -> list[Ref]:
-    """The two parts of the values of the tile in a stage."""
-    parts = zip(smem.tiles, geometry.value_parts, strict=True)
-    return [ring_smem.at[stage, :, pl.ds(0, part.size)] for ring_smem, part in parts]
+def _rings(geometry: Geometry, warpgroup: int) -> slice:
+    """The rings that hold a warpgroup's parts of values, among the rings of all parts of tiles."""
+    right = len(geometry.value_parts[_SUMS])
+    first = geometry.parts_behind + (right if warpgroup == _WEIGHS else 0)
+    return slice(first, first + len(geometry.value_parts[warpgroup]))
+
+
+def _values(smem: Scratch, stage: Scalar, geometry: Geometry, warpgroup: int) -> list[Ref]:
+    """A warpgroup's parts of the values of the tile in a stage."""
+    return [ring_smem.at[stage] for ring_smem in smem.tiles[_rings(geometry, warpgroup)]]
+
+
+def _release(smem: Scratch, stage: Scalar, geometry: Geometry, warpgroup: int, part: int) -> None:
+    """Says that a warpgroup has read one of its parts of a tile."""
+    plgpu.barrier_arrive(smem.tile_consumed[_rings(geometry, warpgroup)][part].at[stage])
 
 
 def _load(program: _Program, split: Split, counts: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:

@@ -71,7 +71,7 @@ def _load_tile(i: Scalar, runs: tuple, split: Split, tiles_before: Scalar, refs:
     stage, size, smem = lax.rem(tiles_before + i, jnp.int32(STAGES)), geometry.run_tokens, refs.smem
     is_later = tiles_before + i >= STAGES
     of_parts = geometry.tile_parts, smem.tiles, smem.tile_ready, smem.tile_consumed
-    for part, ring_smem, ready, consumed in reversed([*zip(*of_parts, strict=True)]):  # the left part is released last
+    for part, ring_smem, ready, consumed in zip(*of_parts, strict=True):
         pl.when(is_later)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
         for j, (block, offset) in enumerate(runs):
             tokens = slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)

@@ -1,5 +1,7 @@
 """Stores of the MLA kernel: out and lse of a whole item's row block, or the partial result of a split."""
 
+from collections.abc import Sequence
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
@@ -14,13 +16,16 @@ from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 
 
-def store_out(out: Array, part: Slice, split: Split, block: Scalar, refs: Refs, geometry: Geometry) -> None:
-    """Stores a warpgroup's part of normalised O: as out if the item is whole, otherwise as a partial result."""
-    columns = pl.ds(*part)
+def store_out(
+    out: list[Array], parts: Sequence[Slice], split: Split, block: Scalar, refs: Refs, geometry: Geometry
+) -> None:
+    """Stores a warpgroup's parts of normalised O: as out if the item is whole, otherwise as a partial result."""
+    columns = pl.ds(parts[0].first, sum(part.size for part in parts))
 
     @pl.when(split.is_whole)
     def store_whole():
-        refs.smem.query.at[:, columns][...] = layout(out.astype(geometry.problem.query_dtype))
+        for x, part in zip(out, parts, strict=True):
+            refs.smem.query.at[:, pl.ds(*part)][...] = layout(x.astype(geometry.problem.query_dtype))
         plgpu.commit_smem()
         for i in range(0, WGMMA_ROWS, QUERY_ROWS):
 
@@ -35,7 +40,8 @@ def store_out(out: Array, part: Slice, split: Split, block: Scalar, refs: Refs, 
     @pl.when(~split.is_whole)
     def store_partial():
         partial_gmem = refs.outputs_gmem.partials.out.at[split.partial, block]
-        rows.store_partial(partial_gmem, out, part.first, split.num_rows, geometry)
+        for x, part in zip(out, parts, strict=True):
+            rows.store_partial(partial_gmem, x, part.first, split.num_rows, geometry)
 
 
 def store_sums(lse: Array, log_sums: Array, split: Split, block: Scalar, refs: Refs) -> None:

@@ -36,7 +36,7 @@ _ZEROED = 64  # columns of a tile that are zeroed at a time, because they take r
 class State(NamedTuple):
     """The softmax of the tokens so far."""
 
-    out: Array  # the left part of O, not divided by the sums: [64, size of the part]
+    out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
     maxima: Array  # [64], maxima of logits over their factor; they may lag by `_MOST_LAG` over the factor
     sums: Array  # [64], sums of exponentials; until `finished`, each lane sums its own columns only
 
@@ -74,15 +74,15 @@ class Finished(NamedTuple):
     log_sums: Array  # binary logarithms of sums, without sinks; -inf for rows that saw no token
 
 
-def empty_out(part: Slice) -> Array:
-    """A part of O that has seen no token."""
-    return layout(jnp.zeros((WGMMA_ROWS, part.size), jnp.float32))
+def empty_out(parts: Sequence[Slice]) -> list[Array]:
+    """Parts of O that have seen no token."""
+    return [layout(jnp.zeros((WGMMA_ROWS, part.size), jnp.float32)) for part in parts]
 
 
-def empty(part: Slice) -> State:
+def empty(parts: Sequence[Slice]) -> State:
     """The softmax of no token."""
     lowest = jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32)
-    return State(empty_out(part), layout(lowest, 1), layout(jnp.zeros_like(lowest), 1))
+    return State(empty_out(parts), layout(lowest, 1), layout(jnp.zeros_like(lowest), 1))
 
 
 def seen_by_rows(split: Split, geometry: Geometry) -> Seen:
@@ -107,35 +107,62 @@ def scores(query_smem: Ref, tile: Tile) -> Array:
 
 def _score(acc: Ref, query_smem: Ref, tile: Tile) -> None:
     """Starts S, in the order in which the parts of a tile arrive."""
-    for part, part_smem, ready in reversed([*zip(*tile, strict=True)]):
+    for part, part_smem, ready in zip(*tile, strict=True):
         plgpu.barrier_wait(ready)
         plgpu.wgmma(acc, query_smem.at[:, pl.ds(*part)], part_smem.T)
 
 
-def accumulate(out: Array, weights_smem: Ref, values_smem: Ref) -> Array:
-    """O + P V, for a part of O."""
+def accumulate(
+    out: list[Array], weights_smem: Ref, values_smem: Sequence[Ref], release: Callable[[int], None]
+) -> list[Array]:
+    """O + P V for some parts of O. `release(i)` runs when part i of V has been read."""
 
-    def multiply(acc):
-        acc[...] = out
-        plgpu.wgmma(acc, weights_smem, values_smem)
-        return acc[...]
+    def multiply(accs):
+        _start(accs, out, weights_smem, values_smem)
+        return _sums(accs, release)
 
-    return pl.run_scoped(multiply, accumulator(out.shape))
+    return pl.run_scoped(multiply, [accumulator(x.shape) for x in out])
 
 
 def score_and_accumulate(
-    out: Array, weights_smem: Ref, values_smem: Ref, query_smem: Ref, next_tile: Tile, then: Callable[[Array], Any]
-) -> tuple[Array, Any]:
-    """S of the next tile, and behind it O + P V of this one. `then(S)` runs under O + P V."""
+    out: list[Array],
+    weights_smem: Ref,
+    values_smem: Sequence[Ref],
+    release: Callable[[int], None],
+    query_smem: Ref,
+    next_tile: Tile,
+    then: Callable[[Array], Any],
+) -> tuple[list[Array], Any]:
+    """S of the next tile, and `accumulate` of this one behind it. `then(S)` runs under the latter."""
 
-    def multiply(acc, scores_acc):
-        acc[...] = out
+    def multiply(accs, scores_acc):
         _score(scores_acc, query_smem, next_tile)
-        plgpu.wgmma(acc, weights_smem, values_smem)
-        result = then(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1))
-        return acc[...], result
+        _start(accs, out, weights_smem, values_smem)
+        result = then(plgpu.wgmma_accumulator_load(scores_acc, wait_n=len(accs)))
+        return _sums(accs, release), result
 
-    return pl.run_scoped(multiply, accumulator(out.shape), accumulator((WGMMA_ROWS, TILE)))
+    return pl.run_scoped(multiply, [accumulator(x.shape) for x in out], accumulator((WGMMA_ROWS, TILE)))
+
+
+def _start(accs: Sequence[Ref], out: list[Array], weights_smem: Ref, values_smem: Sequence[Ref]) -> None:
+    """Starts O + P V."""
+    for acc, x, part_smem in zip(accs, out, values_smem, strict=True):
+        acc[...] = x
+        plgpu.wgmma(acc, weights_smem, part_smem)
+
+
+def _sums(accs: Sequence[Ref], release: Callable[[int], None]) -> list[Array]:
+    """Waits for O + P V, one part after the other."""
+    sums = []
+    for i, acc in enumerate(accs):
+        sums.append(plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i))
+        release(i)
+    return sums
+
+
+def rescaled(out: list[Array], factors: Array) -> list[Array]:
+    """Parts of O times a factor for each row."""
+    return [lanes.rescaled(x, factors) for x in out]
 
 
 def raise_maxima(
