@@ -396,6 +396,27 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_mla.py -k queues_share",
     ),
     Mutant(
+        "mosaic_gpu mla: a queue that begins with an item begins in the one before",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "is_past = after <= first",
+        "is_past = after < first",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
+    Mutant(
+        "mosaic_gpu mla: lanes without a sequence count the last one again",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "jnp.where(x < end, s.items * s.tiles, 0)",
+        "s.items * s.tiles",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
+    Mutant(
+        "mosaic_gpu mla: a half of O is summed up under the softmax, where copies bound the kernel",
+        "kernels/mosaic_gpu/mla/choose.py",
+        "(2 if width == _MOST_WIDTH else 4)",
+        "2",
+        "tests/test_mosaic_gpu_mla.py -k like_lengths",
+    ),
+    Mutant(
         "mosaic_gpu mla: an item's last tile has no mask",
         "kernels/mosaic_gpu/mla/softmax.py",
         "is_masked = (seen.by_all - start < TILE)",

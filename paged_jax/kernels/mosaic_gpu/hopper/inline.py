@@ -19,7 +19,7 @@ _SHARED_MEMORY = 3  # the address space of shared memory
 
 def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
     """Decorates a function of MLIR values, so that kernels can call it. Its result, if any, has shape `returns`."""
-    result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
+    result = None if returns is None else plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
 
 

@@ -5,12 +5,12 @@ three warpgroups. The programs of a queue attend to the same tiles, each with it
 head) of a sequence.
 
 Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
-two tiles (`load.py`). The two parts of a tile have rings and barriers of their own, so that the part that has been read
-is copied again while the other one is being read.
+two tiles (`load.py`). The parts of a tile have rings and barriers of their own, so that each part is copied again as
+soon as it has been read.
 
 Who computes: warpgroups 0 and 1. Warpgroup 0 computes the softmax, and hands its weights P, and the factors that
-rescale O, to warpgroup 1 through shared memory. Each sums up a half of O, because O takes more registers than one
-warpgroup has. Warpgroup 0 begins S of the next tile before its half, so that the softmax runs under the latter:
+rescale O, to warpgroup 1 through shared memory. Both sum up a part of O, because O takes more registers than one
+warpgroup has. Warpgroup 0 starts S of the next tile before its part of O, so that the softmax runs under the latter:
 
     warpgroup 0   | S0 | softmax | S1       | O0 left, softmax | S2       | O1 left, softmax | S3 ...
     warpgroup 1                  | O0 right |                  | O1 right |                  | O2 right ...
@@ -79,7 +79,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
         of_program = functools.partial(do, _Program(number, block, total, refs, geometry))
         return plan.for_each_split(of_program, carry, lengths_gmem, queue, block, geometry)
 
-    # The softmax takes fewer registers than a quarter of O.
+    # A half of O and the softmax take most registers. So do three quarters of O without a softmax.
     halves = 2 * geometry.tuning.left >= geometry.problem.head_size
     registers = (_MOST_REGISTERS, _MORE_REGISTERS) if halves else (_MORE_REGISTERS, _MOST_REGISTERS)
     weighing_registers, summing_registers = registers

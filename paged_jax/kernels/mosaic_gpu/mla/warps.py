@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
@@ -30,7 +29,6 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 
 _LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-_SCALAR = plgpu.ShapeDtypeStruct((), jnp.dtype("int32"), layout=SCALAR)
 
 
 def lane_numbers() -> Array:
@@ -84,7 +82,7 @@ def largest(x: Array) -> Scalar:
 
 
 def _reduced(x: Array, operation: str) -> Scalar:
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_SCALAR)
+    @inline(_LAYOUT, returns=(), dtype="int32", layout=SCALAR)
     def compute(_, x):
         code = f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;"
         value = llvm.inline_asm(_word(), [_element(x)], code, "=r,r", has_side_effects=True)
