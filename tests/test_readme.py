@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import paged_jax
-from benchmarks import cases, harness, report
+from benchmarks import cases, harness, mla_cases, report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -238,6 +238,21 @@ def test_times_beside_fa3_are_what_the_file_says():
         name, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
         assert cells == [times.get((name, contender), "-") for contender in contenders], name
     assert {line.split("`")[1] for line in lines} == {case.name for case in (*cases.RAGGED, *cases.MORE_RAGGED)}
+
+
+def test_times_of_latent_attention_are_what_the_file_says():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    (file,) = set(re.findall(r"results/([\w-]+-mla\.json)", text))
+    found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    rows = {(row["case"], row["contender"]): row for row in found["rows"]}
+    _, table = text.split("| FlashMLA | FA3 |")
+    lines = table.split("\n\n")[0].splitlines()[2:]
+    for line in lines:
+        name, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        ours, *peers = (rows[name, contender] for contender in ("auto", "flash-mla", "vllm-fa3"))
+        rates = f"{ours['gb_s']:.0f}", f"{ours['tflop_s']:.0f}", f"{ours['share']:.0%}"
+        assert cells == [report.number(ours["us"]), *rates, *[report.number(peer["us"]) for peer in peers]], name
+    assert {line.split("`")[1] for line in lines} == {case.name for case in mla_cases.CASES}
 
 
 def test_commands_of_the_benchmarks_exist():
