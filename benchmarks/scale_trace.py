@@ -37,7 +37,7 @@ def read_trace(folder: str) -> tuple[list[list[Event]], dict[str, int]]:
             if is_gpu and line.name.startswith("Stream"):
                 events += [Event(e.name, e.start_ns / 1e3, (e.start_ns + e.duration_ns) / 1e3) for e in line.events]
             elif not is_gpu:
-                calls.update(e.name.split(" ")[0] for e in line.events if e.name.startswith("cu"))
+                calls.update(e.name.split(" ")[0] for e in line.events if re.match("cu[A-Z]", e.name))
         if events:
             gpus.append(sorted(events, key=lambda event: event.start))
     return gpus, dict(calls)
