@@ -118,8 +118,8 @@ def make_batch():
     return Batch(*map(jnp.asarray, (lens * 5 % 64, lens - 1, slots, tables, lens)), is_decode=True)
 
 
-def step_of(mesh, peers, logit_rows=None):
-    """The logits of a decode step, and the compiled step."""
+def step_of(mesh, peers, logit_rows=None, times=None):
+    """The logits of a decode step, and the compiled step; or those of the last of `times` equal steps in a loop."""
     config, draw = split_config(CONFIG, mesh), np.random.default_rng(0)
     shapes, step = make_abstract_step(config, jnp.bfloat16, peers=peers)
 
@@ -132,8 +132,17 @@ def step_of(mesh, peers, logit_rows=None):
     weights = jax.tree_util.tree_map_with_path(weight, shapes)
     caches = loop.make_caches(config, NUM_SEQS, 16, jnp.bfloat16, mesh=mesh)
     batch = dataclasses.replace(make_batch(), logit_rows=logit_rows)
-    compiled = jax.jit(step).lower(weights, caches, batch).compile()
-    return np.asarray(compiled(weights, caches, batch)[0]), compiled
+
+    def steps(weights, caches, batch, times):
+        last = (
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, weights, caches, batch)[0]),
+            caches,
+        )
+        return jax.lax.fori_loop(0, times, lambda _, last: step(weights, last[1], batch), last)
+
+    given = (weights, caches, batch, *(() if times is None else (times,)))
+    compiled = jax.jit(step if times is None else steps).lower(*given).compile()
+    return np.asarray(compiled(*given)[0]), compiled
 
 
 def xla_s_sum(part, residual, scale, table, *, num_devices, epsilon):
@@ -216,6 +225,8 @@ def test_steps_on_gpus_are_those_of_xla(gpu_mesh):
     np.testing.assert_allclose(found, wanted, atol=3e-2 * np.abs(wanted).max())
     text = str(compiled.as_text())
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+    in_loop, _ = step_of(gpu_mesh, peers, times=3)
+    np.testing.assert_allclose(in_loop, wanted, atol=3e-2 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
