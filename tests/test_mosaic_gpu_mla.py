@@ -31,7 +31,8 @@ def test_in_the_interpreter(case, sms):
     def run(function, *, quick=True, **arrays):
         return mla_interpreter.run(function, device=Device(90, sms), **arrays)
 
-    test_mla.test_decode(case, run)
+    if case is not HOPPER_CASES[1]:  # its ragged batch has as many row blocks, and more queries
+        test_mla.test_decode(case, run)
     if case is HOPPER_CASES[0]:  # decode of it has sinks in an item that two queues share
         case = dataclasses.replace(case, case=dataclasses.replace(case.case, sinks=False))
     test_mla.hold_ragged(case, run)

@@ -180,8 +180,8 @@ INTERPRETED = [
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot", block_sparse=Sparse(1, 4, 32, 1)),
     small("e4m3", 4, 2, 64, 8, "float16", "float8_e4m3fn", "nhd", logits_soft_cap=3.0, block_sparse=Sparse(2, 7, 8, 3)),
 ]  # fmt: skip
-MORE = "heads", "kv-heads"
-ON_GPUS = "plain", "whole-tiles", "window", "large", "slots", "e4m3"
+MORE = ("kv-heads",)
+ON_GPUS = "heads", "plain", "whole-tiles", "window", "large", "slots", "e4m3"
 
 
 @pytest.mark.parametrize("case", some(INTERPRETED, MORE, ON_GPUS))

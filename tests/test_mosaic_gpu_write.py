@@ -42,12 +42,16 @@ ALL_WRITING = [
 ]
 
 
-SLOW = "write-group", "write-nhd", "write-cluster", "write-unevenly-past-max"
+SLOW = "write-nhd", "write-cluster", "write-unevenly-past-max"
 
 
 @pytest.mark.parametrize(
     ("case", "device", "chosen"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0].name in SLOW)) for each in ALL_WRITING],
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each[0].name in SLOW))
+        for each in ALL_WRITING
+        if each[0].name != "write-group"  # only GPUs run it: attention alone has cases of large groups
+    ],
     ids=str,
 )
 def test_writes_in_the_interpreter(case, device, chosen):
