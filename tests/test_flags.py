@@ -121,14 +121,13 @@ def call_of(name):
     [(name, flag) for name in CALLS for flag in FLAGS if flag != "disable_jit" or name in WITHOUT_JIT],
 )
 def test_everything_runs_under_every_flag(name, flag):
-    """The op runs under jit, and also without jit where JAX checks the results of each program."""
+    """Under the flags that look at results an op runs without jit around it, so that JAX checks each program's."""
     function, arrays, wanted = call_of(name)
     # A function of its own, since `jit` knows the other one, and of its name, with which programs are kept.
     again = functools.wraps(function)(lambda *arrays: function(*arrays))
-    runs = [jax.jit(again), *([function] if hasattr(paged_jax, name) and flag != "x64" else [])]
-    for run in runs:
-        with flagged(FLAGS[flag]):
-            results = jax.tree.map(np.asarray, run(*arrays))
-        for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
-            assert actual.dtype == expected.dtype
-            np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)
+    run = function if hasattr(paged_jax, name) and flag != "x64" else jax.jit(again)
+    with flagged(FLAGS[flag]):
+        results = jax.tree.map(np.asarray, run(*arrays))
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)
