@@ -12,6 +12,7 @@ from pathlib import Path
 
 from examples import serve
 from examples.server import http
+from tests.model_folders import short_tiny
 
 ROOT = Path(__file__).parents[1]
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_QUEUED = 24, 16, 4, 200
@@ -27,7 +28,16 @@ class Running:
     def __init__(self, *more):
         options = serve.parse(
             [
-                *("--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--port", "0"),
+                *(
+                    "--model",
+                    str(short_tiny()),
+                    "--num-blocks",
+                    str(NUM_BLOCKS),
+                    "--block-size",
+                    str(BLOCK_SIZE),
+                    "--port",
+                    "0",
+                ),
                 *("--max-num-seqs", str(MAX_NUM_SEQS), "--max-tokens-per-step", "32"),
                 *("--max-queued", str(MAX_QUEUED), "--host-blocks", "8", *more),
             ]
@@ -73,10 +83,10 @@ class Process:
     def __init__(self, path, *options, patch=""):
         self.path = path
         code = f"import sys\nfrom examples import serve\n{patch}\nsys.exit(serve.main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
+        command = [sys.executable, "-c", code, "--model", str(short_tiny()), "--port", "0"]
         with path.open("w") as stderr:
             self.process = subprocess.Popen(
-                [*command, "--max-tokens-per-step", "16", *options],
+                [*command, "--max-num-seqs", "1", "--num-blocks", "32", "--max-tokens-per-step", "16", *options],
                 cwd=ROOT, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
         wait_for(lambda: "\n" in self.errors, 240)

@@ -1,5 +1,6 @@
 """Model folders of the tiny models in tests/data, as `save_pretrained` would write them."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -11,10 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from examples.checkpoint import CheckpointError, load_model
+from examples.checkpoint import CheckpointError, load_model, save_model
+from examples.command_line import TINY
 from tests.model_weights import draw_tensors
 
 DATA = Path(__file__).parent / "data"
@@ -65,6 +68,21 @@ def folder(name: str) -> Path:
         weight_map |= {str(n): file for n in names}
     if num_shards > 1:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+@functools.cache
+def short_tiny() -> Path:
+    """A folder `tiny` with the first of the tiny model's five layers, whose programs compile in a third of the time."""
+    _kept.append(tempfile.TemporaryDirectory(prefix="model_"))
+    path = Path(_kept[-1].name) / "tiny"
+    path.mkdir()
+    model, config, _, _ = load_model(TINY, jnp.float32)
+    model.layers = nnx.List(list(model.layers)[:1])
+    save_model(path, model, dataclasses.replace(config, layers=config.layers[:1]))
+    shutil.copy(TINY / "tokenizer.json", path)
+    (path / "config.json").write_text((TINY / "config.json").read_text())
+    edit(path / "config.json", {"num_hidden_layers": 1})
     return path
 
 

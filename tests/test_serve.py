@@ -13,9 +13,9 @@ import pytest
 
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
-from examples.command_line import TINY
 from examples.server.chat import ChatTemplate
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, JSON, NUM_BLOCKS, PROMPT
+from tests.model_folders import short_tiny
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def client(running):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_model(TINY, jnp.float32)
+    return load_model(short_tiny(), jnp.float32)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import pytest
 import paged_jax
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
-from examples.command_line import TINY
 from examples.server.api import CHAT, COMPLETION, IGNORED, NEUTRAL, read_chat, read_completion
 from examples.server.chat import ChatTemplate
 from examples.server.fields import ApiError
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, NUM_BLOCKS, PROMPT
+from tests.model_folders import short_tiny
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_an_echo_is_the_prompt_as_it_was_sent(running):
 @pytest.fixture(scope="module")
 def logprobs_of():
     """The model's log-probabilities for every token after each token of a list, without a cache."""
-    decoder, config, *_ = load_model(TINY, jnp.float32)
+    decoder, config, *_ = load_model(short_tiny(), jnp.float32)
 
     @jax.jit
     def logits(token_ids):

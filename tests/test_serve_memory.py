@@ -10,7 +10,7 @@ from examples import serve
 from examples.checkpoint import load_model
 from examples.command_line import TINY, CommandError
 from examples.server import memory
-from tests.model_folders import folder
+from tests.model_folders import folder, short_tiny
 
 
 def write(root, **files):
@@ -106,7 +106,8 @@ def test_layers_with_a_window_have_blocks_for_it(monkeypatch):
 
 def test_the_longest_text_bounds_requests(capsys):
     options = ["--max-model-len", "40", "--num-blocks", "8", "--max-num-seqs", "1", "--max-tokens-per-step", "4"]
-    server = serve.make_server(serve.parse([*options, "--served-model-name", "a", "b"]))
+    options += ["--model", str(short_tiny()), "--served-model-name", "a", "b"]
+    server = serve.make_server(serve.parse(options))
     assert server.name == "a"
     assert (server._model.names, server._model.max_model_len) == (("a", "b"), 40)
     assert server._bodies.most_bytes == (1 << 20) + 12 * 40 * len("<|endoftext|>")
