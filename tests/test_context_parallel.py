@@ -150,9 +150,12 @@ def test_the_vllm_layout():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_contexts_without_new_blocks_on_a_device(causal):
-    """All blocks of one sequence lie on one device, and a sequence has no context at all."""
-    rng = np.random.default_rng(0)
-    tables = np.array([[3, 1, 0, 2], [NUM_BLOCKS - 1, 5, 6, 7], [9, NUM_BLOCKS - 2, 8, 700]], np.int32)
+    """All blocks of one sequence lie on one device, and a sequence has no context at all.
+
+    Each device's first and last blocks are among them.
+    """
+    rng, half = np.random.default_rng(0), NUM_BLOCKS // 2
+    tables = np.array([[3, 1, 0, 2], [NUM_BLOCKS - 1, 5, 6, 7], [half, half - 1, 8, 700]], np.int32)
     lens, starts = np.array([16, 3, 14], np.int32), np.array([0, 1, 4, 10], np.int32)
     query = rng.standard_normal((12, 8, 16), np.float32)
     arrays = [query, ARRAYS["key_cache"], ARRAYS["value_cache"], tables, lens, starts]
@@ -213,11 +216,12 @@ def test_copies_go_from_device_to_device():
     """NaN of any payload, in caches of 8 bits too."""
     bits = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, 4, 4, 16), np.uint8)
     cache = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
-    mapping = np.array([[0, 1000], [1000, 3], [1, 2], [-1, 7], [1023, 600]], np.int32)
+    pairs = [[0, 1000], [1000, 3], [1, 2], [-1, 7], [1023, 600], [511, 512], [512, 511], [9, 1024], [1024, 8]]
+    mapping = np.array(pairs, np.int32)  # of which two name a block past the pool
     placed = place([cache, cache, mapping], [P("dcp", "tp"), P("dcp", "tp"), P()], make_mesh())
     key_cache, _ = jax.jit(paged_jax.copy_blocks)(*placed)
     wanted = bits.copy()
-    for source, destination in mapping[mapping[:, 0] >= 0]:
+    for source, destination in mapping[((mapping >= 0) & (mapping < NUM_BLOCKS)).all(axis=1)]:
         wanted[destination] = bits[source]
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(key_cache, jnp.uint8), wanted)
 

@@ -42,6 +42,19 @@ def test_a_decode_step_over_a_cache_and_an_allocator():
     assert blocks.block_size == 4
 
 
+def test_a_decode_step_over_a_cache_of_latents():
+    cache = paged_jax.PagedLatentCache.create(8, 4, 32, dtype=jnp.int8, latent_scale=0.1)
+
+    def step(query, latent, cache):
+        cache = cache.write(latent, jnp.arange(2, dtype=jnp.int32) * 4)
+        tables, lens = jnp.arange(2, dtype=jnp.int32)[:, None], jnp.ones(2, jnp.int32)
+        return cache.attend(query, tables, lens, value_size=16, scale=0.2), cache
+
+    out, cache = round_trip(step, jnp.ones((2, 4, 32)), jnp.ones((2, 32)), cache)
+    np.testing.assert_allclose(out, 1, atol=1e-5)
+    assert cache.latent_cache.dtype == jnp.int8
+
+
 def test_metadata():
     metadata = paged_jax.build_metadata([[0, 1], [2]], [5, 3], [5, 1], 4)
     same = round_trip(lambda metadata: jax.tree.map(lambda x: x + 1, metadata), metadata)

@@ -265,6 +265,8 @@ BAD_VALUES = {
     ),
     "slots of no dimension": ({"slot_mapping": np.array(23)}, r"slot_mapping must be \[num_tokens\], got shape \(\)"),
     "slot twice": ({"slot_mapping": [23, 24, 25, 23]}, "row 1, token 3: slot 23 is written twice"),
+    "slot 0 twice": ({"slot_mapping": [0, 24, 25, 0]}, "row 1, token 3: slot 0 is written twice"),
+    "the last slot twice": ({"slot_mapping": [23, 39, 25, 39]}, "row 1, token 3: slot 39 is written twice"),
 }
 
 

@@ -129,6 +129,20 @@ def test_pools_whose_types_say_how_they_are_split(op, axis):
         assert_equal(jax.jit(jax.vmap(fun))(*split), wanted)
 
 
+@pytest.mark.parametrize("op", ["write_and_attend", "copy_blocks"])
+def test_a_split_batch_gathers_no_heads(op):
+    """Each device computes all calls, but of its own heads, where the types say that both are split."""
+    fun, arrays, wanted = two_calls(op)
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("calls", "heads"), axis_types=explicit, devices=jax.devices("cpu")[:4])
+    specs = [P("calls", None, "heads") if is_pool(op, i) else P("calls") for i in range(len(arrays))]
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+        out = jax.jit(jax.vmap(fun))(*split)
+    assert_equal(out, wanted)
+    assert [x.sharding.spec[2] for x in jax.tree.leaves(out)] == ["heads"] * len(jax.tree.leaves(out))
+
+
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_pools_that_begin_to_vary_between_devices(op):
     """Inside a `shard_map` each device has the same pools, but its own pairs or slots."""
