@@ -267,4 +267,32 @@ MUTANTS_OF_TRITON = [
         "q = tl.where(scale < 0, q, q)",
         "interpret sparse-partitions",
     ),
+    Mutant(
+        "triton: tiles of a split sequence share partial results",
+        "kernels/triton/device/items.py",
+        "tl.store(at + 6, partial + tile * num_splits, mask=found)",
+        "tl.store(at + 6, partial + tile, mask=found)",
+        "interpret items",
+    ),
+    Mutant(
+        "triton: a new token has the first kv head's scale",
+        "kernels/triton/device/tiles.py",
+        "scale_at = (slot // cfg.problem.block_size).to(tl.int64) * cfg.problem.num_kv_heads + kv_head",
+        "scale_at = (slot // cfg.problem.block_size).to(tl.int64) * cfg.problem.num_kv_heads",
+        "interpret fused-unfilled-heads",
+    ),
+    Mutant(
+        "triton: a vector's store reaches into the next head",
+        "kernels/triton/device/write.py",
+        "(chunk * x < pool.head_size)[None, :, None]",
+        "(chunk * x <= pool.head_size)[None, :, None]",
+        "interpret fused-unfilled-heads",
+    ),
+    Mutant(
+        "triton: a latent's rest reaches into the next latent",
+        "kernels/triton/device/latent.py",
+        "mask=wanted[:, None] & (d < cfg.rest), other=0.0",
+        "mask=wanted[:, None] & (d < cfg.rest_width), other=0.0",
+        "interpret latent-e4m3",
+    ),
 ]

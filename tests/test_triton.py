@@ -63,11 +63,11 @@ INTERPRETED = [
     "copy-bfloat16",
     "fused-hnd-bfloat16",
     "fused-nhd-e5m2",
-    "fused-vllm-int8",
+    "fused-unfilled-heads",
     "fused-scale-on-a-wide-cache",
     "fused-unsplit",
     "fused-large-group",
-    "items",
+    "fused-vllm-int8",
     "split-hnd-bfloat16",
     "cut",
     "scales-of-any-sign",
@@ -112,7 +112,7 @@ INTERPRETED_TOO = [
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([*INTERPRETED[::3], "sparse-partitions"], id="these"),
+        pytest.param([*INTERPRETED[::3], "items", "sparse-partitions"], id="these"),
         pytest.param(INTERPRETED[1::3] + INTERPRETED[2::3] + INTERPRETED_TOO, id="others", marks=pytest.mark.slow),
     ],
 )

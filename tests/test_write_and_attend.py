@@ -44,13 +44,16 @@ NAMES = [
 ]
 UNSPLIT = Case("unsplit", 8, 2, 64, 16, "bfloat16", seq_lens=(9, 0, 16, 1, 3), query_lens=None, spare_columns=0)
 LARGE_GROUP = Case("large-group", 142, 2, 24, 1, "float16", "bfloat16", "nhd", (9, 2), None)
+# Each kv head has its own scales, and a head's elements do not fill a power of two, in layout "vllm".
+UNFILLED = Case("unfilled-heads", 4, 2, 48, 8, "bfloat16", "int8", "vllm", (9, 0, 17), None, k_scale="slot",
+                v_scale="slot")  # fmt: skip
 SLOT_SCALES = Case("slot-scales-on-a-wide-cache", 2, 1, 64, 16, "bfloat16", k_scale="slot", v_scale="slot")
 # GPUs alone run these, whose options are those of others in other combinations.
 ON_GPUS = {
     *("hnd-bfloat16", "hnd-e4m3", "nhd-float32", "nhd-int8", "vllm-float16", "vllm-bfloat16", "llama-3-8b", "long"),
-    *("huge-logits", "query-bfloat16-cache-float32", "query-float16-cache-bfloat16", "soft-cap"),
+    *("huge-logits", "query-bfloat16-cache-float32", "query-float16-cache-bfloat16", "soft-cap", "unfilled-heads"),
 }
-CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP, SLOT_SCALES]
+CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP, UNFILLED, SLOT_SCALES]
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -32,12 +32,13 @@ def batches(rng):
         }[mix]
         yield contexts + queries, queries, int(rng.integers(0, 20))
     yield np.full(6, 90), np.ones(6, np.int64), 1  # as many tiles as there can be
+    yield np.array([4000, 30]), np.array([100, 30]), 3  # a sequence of several tiles, all of which are split
 
 
 def hold(run):
     """Checks the items of random batches; `run(kernel, grid, inputs, outputs, cfg)` runs a kernel."""
     rng = np.random.default_rng(0)
-    num_split = 0
+    num_split, most_split = 0, 0
     for seq_lens, query_lens, padding in batches(rng):
         num_tokens = max(1, int(query_lens.sum()) + padding)
         padding = num_tokens - int(query_lens.sum())
@@ -59,12 +60,17 @@ def hold(run):
         inputs = seq_lens.astype(np.int32), starts, *sizes
         num_programs = cdiv(grid.items, kernel.tuning.plan)
         items, tiles = run(plan_kernel, (num_programs,), inputs, (items, tiles), kernel)
-        num_split += _check(items, tiles, query_lens, padding, kernel, grid)
+        split = _check(items, tiles, query_lens, padding, kernel, grid)
+        num_split, most_split = num_split + len(split), max(most_split, *np.bincount(split), 0)
     assert num_split >= 3, num_split
+    assert most_split > 1, "tiles of a sequence that are split"
 
 
 def _check(items, tiles, query_lens, padding, kernel, grid):
-    """Checks that every tile of queries of a batch has each split once, and each partial result a place of its own."""
+    """Checks that every tile of queries of a batch has each split once, and each partial result a place of its own.
+
+    Returns the sequence of each tile that is split.
+    """
     found = items[items[:, 0] >= 0]
     assert len(found) < len(items), "the last program has something to do, so there may be too few"
     assert np.all(items[len(found) :, 0] == -1), "items come first"
@@ -89,7 +95,7 @@ def _check(items, tiles, query_lens, padding, kernel, grid):
     noted = tiles[tiles[:, 0] >= 0].tolist()
     assert {tuple(p) for p in noted} == split_tiles
     assert len(noted) == len(split_tiles)
-    return len(split_tiles)
+    return [seq for seq, *_ in split_tiles]
 
 
 @triton.jit
