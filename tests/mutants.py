@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.mutants_made import MUTANTS, Mutant
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_groups import MUTANTS_OF_GROUPS
+from tests.mutants_of_hopper import MUTANTS_OF_HOPPER
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
 from tests.mutants_of_models import MUTANTS_OF_MODELS
 from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
@@ -39,6 +40,7 @@ ALL = (
     *MUTANTS_OF_SERVER,
     *MUTANTS_OF_MODELS,
     *MUTANTS_OF_KERNELS,
+    *MUTANTS_OF_HOPPER,
     *MUTANTS_OF_TRITON,
 )
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")

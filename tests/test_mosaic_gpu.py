@@ -148,14 +148,14 @@ LINES = [
     small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(360, 359, 361), alibi=True),
 ]
 FOLDED = [  # items of 4 heads, and of 2
-    small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
+    small("fold", 8, 8, 64, 16, "bfloat16", seq_lens=(37, 0, 130), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
     small("fold-vllm-int8", 8, 4, 128, 16, "float16", "int8", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
 FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
-    small("fold-queues", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
+    small("fold-queues", 8, 8, 64, 16, "bfloat16", seq_lens=(700, 30), sinks=True),
     small("fold-queues-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
     small("fold-queues-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
     # A copy for each kv head: blocks of layout "nhd", and blocks that are longer than a run.

@@ -176,6 +176,11 @@ def test_writes_that_are_refused():
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     with pytest.raises(Unsupported, match="lacks writes of head_size 512"):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+    for name in ("k_scale", "v_scale"):  # one of them is enough
+        made = test_write_and_attend.with_new_tokens(small("slots", 4, 2, 64, 16, "bfloat16", **{name: "slot"}))
+        new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+        with pytest.raises(Unsupported, match=r"'mosaic_gpu' lacks writes with scales for each slot$"):
+            paged_jax.write_and_attend(**made.decode, **new, **made.arrays, implementation="mosaic_gpu")
 
 
 def test_heads_of_512_in_layout_vllm_are_refused():

@@ -221,10 +221,12 @@ def test_zero_rows(head_size):
             geometry = geometry_of(
                 cache_dtype="int8", head_size=head_size, block_size=run, num_kv_heads=fold, fold=fold
             )
-            rows_smem = rows.copy().view(WithType)
-            eight_bit.EightBitTiles(geometry).zero_rows(rows_smem, 0, *(Bound(x) for x in (low, high)))
             token = np.tile(np.arange(64 // fold).reshape(-1, 1, run), (1, fold, 1)).reshape(-1, 1)
-            np.testing.assert_array_equal(rows_smem, np.where((token >= low) & (token < high), rows, 0))
+            for start in (0, 64 // fold):  # the first and the second half of a tile of 128 rows
+                rows_smem, bounds = rows.copy().view(WithType), (Bound(low + start // 2), Bound(high + start // 2))
+                eight_bit.EightBitTiles(geometry).zero_rows(rows_smem, start, *bounds)
+                seen = (token + start >= low + start // 2) & (token + start < high + start // 2)
+                np.testing.assert_array_equal(rows_smem, np.where(seen, rows, 0))
 
 
 @pytest.mark.parametrize("tile", [64, 128])

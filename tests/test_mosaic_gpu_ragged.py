@@ -178,7 +178,7 @@ def test_more_queries_than_said(query_lens):
 PREFIXES = [
     small("plain", 4, 2, 64, 16, "bfloat16"),
     small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar"),
-    small("e4m3", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
+    small("e4m3", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", v_scale="head"),
 ]
 
 

@@ -15,6 +15,7 @@ import pytest
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
+from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
@@ -151,6 +152,62 @@ def test_items_cover_each_row_and_token_once(shape):
             assert spans[0][0] <= max(0, positions[token] + 1 - (shape[3] or 1000))
             assert spans[-1][1] > positions[token]
     assert not seen
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_tiles_cover_cached_and_new_tokens_once(window):
+    """Splits begin anywhere among both. Tiles of new tokens come from other arrays than those of the cache."""
+    query_lens, seq_lens = (300, 9), (420, 500)
+    geometry, counts, lengths = planned(
+        query_lens, seq_lens, 8, 2, 64, window, prefix=True, num_programs=32, tile=64, thin_tile=64, least_split=2
+    )
+    tokens_of, new_splits = {}, set()
+    for kind in geometry.kinds:
+        for item, spans in items_and_spans(counts, lengths, kind, most_tiles=9):
+            tokens = tokens_of.setdefault((item.seq, item.kv_head, item.first_token, item.num_tokens), [])
+            new_splits |= {start for start, *_, is_new in spans[:1] if is_new}
+            for start, begin, end, is_new in spans:
+                assert item.context_len <= start if is_new else end <= item.context_len
+                tokens.extend(range(max(start, begin), min(start + kind.tile, end)))
+    assert len(new_splits) > 1, "splits begin at several new tokens"
+    for (seq, _, first, count_of), tokens in tokens_of.items():
+        if first >= sum(query_lens):  # padding
+            assert not tokens
+            continue
+        position = seq_lens[seq] - query_lens[seq] + first - (query_lens[0] if seq else 0)
+        begin = max(0, position + 1 - (window or 1000))
+        assert tokens == list(range(begin, position + count_of)), (seq, first)
+
+
+def items_and_spans(counts, lengths, kind, most_tiles):
+    """The items of a kind in order, each with the first token, the bounds and `is_new` of its tiles."""
+
+    def one(number):
+        item = plan.find(number, counts, lengths, kind)
+        spans = [plan.span_of(item, jnp.int32(tile), kind) for tile in range(most_tiles)]
+        return item, [(span.starts[0], span.begin, span.end, span.is_new) for span in spans]
+
+    numbers = jnp.arange(int(count.total(Counted.ITEMS, kind, counts)), dtype=jnp.int32)
+    items, spans = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(numbers))
+    for i in range(len(numbers)):
+        item, of_item = jax.tree.map(lambda x, i=i: x[i].item(), (items, spans))
+        assert item.num_tiles <= most_tiles
+        yield item, of_item[: item.num_tiles]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (5, 1)])
+def test_each_query_is_in_items_of_one_kind(num_heads, num_kv_heads):
+    """Queries that fill half of a wide item are in a thin one, whose rows the merge counts by the same rule."""
+    geometry, *_ = planned((1, 40), (70, 40), num_heads, num_kv_heads, 64, None)
+    lens = jnp.arange(1, 6 * geometry.half_tokens + 1)
+    sequence, queries = sequences.Sequence(lens, lens, lens), 0
+    for kind in geometry.kinds:
+        tiles, of_kind = (np.asarray(f(sequence, kind)) for f in (sequences.query_tiles, sequences.num_queries))
+        first = np.where(of_kind > 0, np.asarray(sequences.first_query(sequence, kind)), queries)
+        np.testing.assert_array_equal(first, queries)
+        np.testing.assert_array_equal(tiles, -(-of_kind // kind.tokens))
+        queries = queries + of_kind
+    np.testing.assert_array_equal(queries, lens)
 
 
 def test_nothing_has_no_negative_number_of_tiles():

@@ -199,7 +199,8 @@ PREFIXES = [
     small("window", 2, 1, 64, 8, "float16", layout="nhd", seq_lens=(300, 40), query_lens=(30, 40), sliding_window=190,
           block_sparse=Sparse(2, 5, 24), k_scale="scalar"),
     small("stripes-only", 4, 2, 64, 16, "bfloat16", "int8", block_sparse=Sparse(0, 3, 16, 1, 1), sinks=True),
-    small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(110,), query_lens=(9,), padding=0, block_sparse=Sparse(1, 6, 32)),
+    small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(110,), query_lens=(9,), padding=0, block_sparse=Sparse(1, 6, 32),
+          k_scale="head"),
 ]  # fmt: skip
 
 

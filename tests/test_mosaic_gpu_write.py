@@ -29,7 +29,7 @@ WRITING = [
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
 UNEVENLY_WRITING = [
-    small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True),
+    small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 1, 130), sinks=True),
     small("write-unevenly-past-max", 2, 1, 128, 32, "float16", seq_lens=(700, 0, 3, 400), max_seq_len=650),
 ]
 WRITING_IN_WAVES = small("write-waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), alibi=True)
