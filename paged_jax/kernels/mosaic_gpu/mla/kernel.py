@@ -5,8 +5,8 @@ three warpgroups. The programs of a queue attend to the same tiles, each with it
 head) of a sequence.
 
 Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
-two tiles (`load.py`). The parts of a tile have rings and barriers of their own, so that each part is copied again as
-soon as it has been read.
+two tiles (`load.py`). The parts of a tile have rings and barriers of their own, so that each part is copied again
+once it has been read.
 
 Who computes: warpgroups 0 and 1. Warpgroup 0 computes the softmax, and hands its weights P, and the factors that
 rescale O, to warpgroup 1 through shared memory. Both sum up a part of O, because O takes more registers than one
@@ -14,7 +14,7 @@ warpgroup has. Warpgroup 0 starts S of the next tile before its part of O, so th
 
     warpgroup 0   | S0 | softmax | S1       | O0 left, softmax | S2       | O1 left, softmax | S3 ...
     warpgroup 1                  | O0 right |                  | O1 right |                  | O2 right ...
-    warpgroup 2   tiles 0 and 1, then each part of tile i as soon as that part of tile i - 2 has been read
+    warpgroup 2   tiles 0 and 1, then each part of tile i once that part of tile i - 2 has been read
 
 Shared memory, for latents of 576 elements of 16 bits and tiles of 64 tokens:
 
