@@ -77,4 +77,11 @@ MUTANTS_OF_MODELS = [
         "replicas(make_mesh(options.mesh))",
         "tests/test_mesh.py -k several_copies",
     ),
+    Mutant(
+        "generate: copies of the model draw the same",
+        "examples/generate.py",
+        "seed=options.seed + i,",
+        "seed=options.seed,",
+        "tests/test_mesh.py -k several_copies",
+    ),
 ]

@@ -123,14 +123,19 @@ def test_parts_of_joined_matrices_lie_with_their_heads():
         np.testing.assert_array_equal(part, np.concatenate(heads, axis=1))
 
 
-def test_generate_over_a_mesh_of_several_copies(capsys, caplog):
-    """Two copies share out the prompts; there is no prompt for a third."""
+def test_generate_over_a_mesh_of_several_copies(capsys, caplog, monkeypatch):
+    """Two copies share out the prompts, and draw with different seeds; there is no prompt for a third."""
+    seeds, make_request = [], loop.make_request
+    monkeypatch.setattr(
+        loop, "make_request", lambda *args, seed, **kw: seeds.append(seed) or make_request(*args, seed=seed, **kw)
+    )
     caplog.set_level(logging.INFO, "examples.sharding")
     argv = ["--model", str(folder("mistral")), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
     argv += ["--kv-cache-dtype=int8", "--k-scale=0.01", "--v-scale=0.01", "--prompt=The for", "--prompt=A class is"]
     assert generate.main(argv) == 0
     wanted = capsys.readouterr().out
     assert generate.main([*argv, "--mesh=dp=3,tp=2", "--custom-all-reduce"]) == 0
+    assert seeds == [0, 0, 1]
     assert "XLA reduces the decode steps" in caplog.text  # CPUs lack the kernel
     assert capsys.readouterr().out == wanted
 
