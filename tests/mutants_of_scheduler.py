@@ -380,4 +380,18 @@ MUTANTS_OF_SCHEDULER = [
         "",
         SIMULATED + " -k histories",
     ),
+    Mutant(
+        "engine: the worst guesses are drafted first",
+        "engine/speculation.py",
+        "key=lambda s: (-self._guesses[s].expected, s.arrival)",
+        "key=lambda s: (self._guesses[s].expected, s.arrival)",
+        SPECULATION + " -k best_guesses",
+    ),
+    Mutant(
+        "engine: drafts have more tokens than the step",
+        "engine/speculation.py",
+        "drafts[sequence] = guess.tokens[:room]",
+        "drafts[sequence] = guess.tokens",
+        SPECULATION + " -k best_guesses",
+    ),
 ]

@@ -11,6 +11,8 @@ import pytest
 
 from paged_jax import PagedKVCache
 from paged_jax.engine import DraftRow, Engine, EngineConfig, PromptLookup, SamplingParams
+from paged_jax.engine.sequence import Sequence
+from paged_jax.engine.speculation import Speculator
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, drain, tokens_of
@@ -218,6 +220,24 @@ def test_a_step_verifies_no_more_than_pays():
     engine.add_request(prompts[0], params)
     drain(engine)
     assert engine.stats().num_accepted_tokens > 20, "alone it pays"
+
+
+def test_the_best_guesses_are_drafted_first():
+    """A step of 7 tokens has room for five drafted ones beside two rows; the second row's guesses are better."""
+    config = dataclasses.replace(SIMULATED, max_num_seqs=2, decode_rows=(2,), verify_tokens=(7,))
+    proposer = Scripted()
+    proposer.guess = lambda tokens, most: [1, 2, 3][:most]
+    speculator = Speculator(config, proposer)
+    rows = [Sequence(i, 0, SamplingParams(), [0], 1, 65, 0) for i in range(2)]
+    for sequence in rows:
+        sequence.tokens.append(sequence.num_tokens)
+        sequence.num_tokens += 1
+    for num_right in (2, 3), (2, 3):
+        speculator.guess(rows)
+        for sequence, count in zip(rows, num_right, strict=True):
+            for token in [1, 2, 3][:count] + [0] * (count < 3):
+                speculator.see(sequence, token)
+    assert speculator.draft(rows) == {rows[1]: [1, 2, 3], rows[0]: [1, 2]}
 
 
 def test_prompts_are_never_held_up_by_drafts():
