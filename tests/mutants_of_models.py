@@ -4,6 +4,55 @@ from tests.mutants_made import Mutant
 
 MUTANTS_OF_MODELS = [
     Mutant(
+        "experts: the first of equal scores is not the best one",
+        "examples/moe.py",
+        "(ids[None, :] < ids[:, None])",
+        "(ids[None, :] > ids[:, None])",
+        "tests/test_moe.py -k largest",
+    ),
+    Mutant(
+        "experts: two pairs share a row",
+        "examples/expert_kernel.py",
+        "(order[:, None] > order[None, :])",
+        "(order[:, None] > order[None, :] + 1)",
+        "tests/test_expert_kernel.py -k each_pair",
+    ),
+    Mutant(
+        "experts: a tile too few",
+        "examples/expert_kernel.py",
+        "min(num_pairs, num_experts) * (size - 1)",
+        "min(num_pairs, num_experts - 1) * (size - 1)",
+        "tests/test_expert_kernel.py -k largest",
+    ),
+    Mutant(
+        "experts: up is multiplied by the gate's matrix",
+        "examples/expert_kernel.py",
+        "pl.ds(i * half + block * _WIDTH, _WIDTH), inputs]",
+        "pl.ds(block * _WIDTH, _WIDTH), inputs]",
+        "tests/test_expert_kernel.py -k in_tiles",
+    ),
+    Mutant(
+        "experts: rows of pairs without an expert count",
+        "examples/expert_kernel.py",
+        "jnp.where(weights[:, :, None] != 0, out * weights[:, :, None], 0)",
+        "out + 0 * weights[:, :, None]",
+        "tests/test_expert_kernel.py -k in_tiles",
+    ),
+    Mutant(
+        "sampling: steps without top-k and top-p search for them",
+        "engine/sampling.py",
+        "if kind >= Kind.TOP:",
+        "if kind >= Kind.RANDOM:",
+        "tests/test_engine_parts.py -k limits",
+    ),
+    Mutant(
+        "sampling: top_p alone needs no search",
+        "engine/seats.py",
+        "params.top_k > 0 or params.top_p < 1",
+        "params.top_k > 0",
+        "tests/test_engine_parts.py -k limits",
+    ),
+    Mutant(
         "checkpoint: files outside the folder are read",
         "examples/tensors.py",
         "if Path(name).name != name or not",
