@@ -295,4 +295,18 @@ MUTANTS_OF_TRITON = [
         "mask=wanted[:, None] & (d < cfg.rest_width), other=0.0",
         "interpret latent-e4m3",
     ),
+    Mutant(
+        "triton: a latent's value reaches into its rest",
+        "kernels/triton/device/latent.py",
+        "mask=wanted[:, None] & (d < cfg.problem.head_size), other=0.0",
+        "mask=wanted[:, None] & (d < cfg.tuning.width), other=0.0",
+        "interpret latent-e4m3",
+    ),
+    Mutant(
+        "triton: a latent's rest begins at a power of two",
+        "kernels/triton/device/latent.py",
+        "rest = tl.load(array + start + cfg.problem.head_size + d",
+        "rest = tl.load(array + start + cfg.tuning.width + d",
+        "interpret latent-e4m3",
+    ),
 ]
