@@ -92,7 +92,7 @@ class Model:
     @functools.cached_property
     def peers(self) -> Any:
         """The kernel that adds up the devices' parts in decode steps; None if XLA adds them up."""
-        return peer_sum(self.config, jnp.bfloat16, self.mesh) if VARIANTS[self.how] is None else None
+        return peer_sum(self.config, jnp.bfloat16, self.mesh, True) if VARIANTS[self.how] is None else None
 
     @functools.cached_property
     def parts(self) -> tuple[Any, Callable]:

@@ -62,8 +62,9 @@ def add_model_options(add: Any) -> None:
     add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--split-experts", choices=("columns", "experts"), default="columns",
         help="what the GPUs of a mesh share out of a mixture of experts (%(default)s)")  # fmt: skip
-    add("--custom-all-reduce", action="store_true",
-        help="on Hopper GPUs, with --mesh: decode steps are added up by the kernel of all_reduce.py")  # fmt: skip
+    add("--custom-all-reduce", action=argparse.BooleanOptionalAction,
+        help="with --mesh, on Hopper GPUs: whether the kernel of all_reduce.py adds up decode steps (on two GPUs)"
+    )  # fmt: skip
     add("--no-compilation-cache", action="store_true",
         help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
 

@@ -268,7 +268,7 @@ def run(options: argparse.Namespace) -> None:
         )
         for i in range(len(meshes))
     ]
-    peers = [peer_sum(config, dtype, mesh) if options.custom_all_reduce else None for mesh in meshes]
+    peers = [peer_sum(config, dtype, mesh, options.custom_all_reduce) for mesh in meshes]
     copies = [
         loop.make_programs(model, implementation=options.implementation, peers=its_peers)
         for (model, *_), its_peers in zip(loaded, peers, strict=True)

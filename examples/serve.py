@@ -199,7 +199,7 @@ def make_engine(
         CommandError: something cannot be done.
     """
     model.limit(longest_text(options, config))
-    peers = peer_sum(config, dtype, mesh) if options.custom_all_reduce else None
+    peers = peer_sum(config, dtype, mesh, options.custom_all_reduce)
     weights, step = make_step(model, implementation=options.implementation, peers=peers)
     kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
     try:

@@ -218,7 +218,7 @@ def test_kernel_on_gpus(gpu_mesh, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu_mesh", [2, 4, 8], indirect=True)
 def test_steps_on_gpus_are_those_of_xla(gpu_mesh):
-    peers = sharding.peer_sum(split_config(CONFIG, gpu_mesh), jnp.bfloat16, gpu_mesh)
+    peers = sharding.peer_sum(split_config(CONFIG, gpu_mesh), jnp.bfloat16, gpu_mesh, True)
     assert peers is not None
     wanted, _ = step_of(gpu_mesh, None)
     found, compiled = step_of(gpu_mesh, peers)
@@ -259,6 +259,17 @@ def test_other_models_leave_sums_to_xla(change, why, caplog, monkeypatch):
     mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
     assert sharding.peer_sum(dataclasses.replace(CONFIG, **change), jnp.bfloat16, mesh) is None
     assert f"the model has {why}" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "is_wanted", "is_taken"), [(2, None, True), (4, None, False), (4, True, True)])
+def test_more_gpus_than_were_tested_are_asked_for(size, is_wanted, is_taken, caplog, monkeypatch):
+    monkeypatch.setattr(all_reduce, "lacks", lambda *_: None)
+    caplog.set_level(logging.INFO, "examples.sharding")
+    mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
+    taken = sharding.peer_sum(CONFIG, jnp.bfloat16, mesh, is_wanted)
+    assert (taken is not None) == is_taken
+    assert ("--custom-all-reduce takes it on more" in caplog.text) == (not is_taken)
+    assert sharding.peer_sum(CONFIG, jnp.bfloat16, mesh, False) is None
 
 
 def test_large_steps_leave_sums_to_xla():

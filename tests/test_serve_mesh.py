@@ -16,7 +16,7 @@ FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # a program 
 @pytest.mark.slow
 def test_copies_of_a_split_model_answer_as_one_does(caplog):
     caplog.set_level(logging.INFO, "examples.sharding")
-    one, copies = Running(*FEW_PROGRAMS), Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2", "--custom-all-reduce")
+    one, copies = Running(*FEW_PROGRAMS), Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2")
     assert "XLA reduces the decode steps" in caplog.text  # CPUs lack the kernel
     try:
         texts, metrics = zip(*map(ask, (one, copies)), strict=True)
