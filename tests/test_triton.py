@@ -47,9 +47,9 @@ needs_triton = pytest.mark.skipif(not installed(), reason="triton is not install
 INTERPRETED = [
     "hnd-bfloat16",
     "hnd-e4m3",
-    "nhd-int8",
+    "scale-negative",
     "vllm-e4m3",
-    "soft-cap",
+    "latent-int8",
     "sparse-step",
     "max-seq-len",
     "all-empty",
@@ -88,13 +88,10 @@ INTERPRETED = [
     "moved-latents-float8_e5m2",
 ]
 INTERPRETED_TOO = [
-    "nhd-float32",
     "large-scales",
     "sparse-negative-step",
     "long-large-logits",
-    "all-of-it-long",
     "query-float16-cache-bfloat16",
-    "scale-negative",
     "fused-everything",
     "split-everything",
     "rpa-plain-packed",
@@ -102,7 +99,6 @@ INTERPRETED_TOO = [
     "rpa-q-scale",
     "latent-everything",
     "latent-all-of-it",
-    "latent-int8",
     "latent-huge-logits",
     "moved-latents-int8",
 ]

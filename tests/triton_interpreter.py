@@ -292,6 +292,14 @@ def hold_latents(name):
         test_mla.hold_ragged(case, run)
 
 
+def shortened(case):
+    """The case without two of the usual sequences, whose time grows with tokens here: others have such lengths, too."""
+    if case.seq_lens != Case.seq_lens:
+        return case
+    lens = {"seq_lens": (37, 0, 130, 64), "query_lens": case.query_lens and (5, 0, 33, 1)}
+    return dataclasses.replace(case, **lens)
+
+
 def main(names):
     """Runs the tests of every implementation on cases. Some names have parts: "write-LAYOUT-DTYPE", "rpa-CASE"."""
     cases = {case.name: case for case in DECODE_CASES}
@@ -329,10 +337,11 @@ def main(names):
                     if name == "split-hnd-bfloat16":
                         test_ragged.hold_in_any_order(run)
             elif name in cases:
-                test_decode.test_decode(cases[name], run)
+                case = shortened(cases[name])
+                test_decode.test_decode(case, run)
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
-                if cases[name].query_lens is not None:
-                    test_ragged.test_ragged_and_prefix(cases[name], run)
+                if case.query_lens is not None:
+                    test_ragged.test_ragged_and_prefix(case, run)
             elif name == "split-latents":
                 with interpreted(Device(90, 8)), short_splits():
                     hold_latents("long")
