@@ -156,7 +156,10 @@ def poison_unattended(case, made, arrays):
             for first in range(0, seq_len, case.block_size):
                 if seen[first : first + case.block_size].any():
                     continue
-                block, count = arrays["block_tables"][row, first // case.block_size], count + 1
+                block = arrays["block_tables"][row, first // case.block_size]
+                if not 0 <= block < len(poisoned["key_cache"]):
+                    continue  # the block lies before the windows of all queries, and its id is wild
+                count += 1
                 for cache in poisoned.values():
                     at = (block, slice(None), kv_head) if case.layout == "nhd" else (block, kv_head)
                     cache[at] = inputs.poison(rng, cache[at].shape, cache.dtype)
@@ -310,6 +313,21 @@ ON_A_GPU = [
 ]  # fmt: skip
 
 
+NEW_TOKENS_ON_A_GPU = [*PREFIXES, *ON_A_GPU[len(LOWERED) : -1]]
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [("ragged", case) for case in ON_A_GPU if case.sliding_window]
+    + [("prefix", case) for case in NEW_TOKENS_ON_A_GPU if case.sliding_window],
+    ids=str,
+)
+def test_blocks_that_only_gpu_tests_poison(op, case):
+    """Blocks before all windows have wild ids, and poison goes to blocks of the pool alone."""
+    made = inputs.make(case)
+    assert poison_unattended(case, made, getattr(made, op)).keys() == getattr(made, op).keys()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tuning", [{}, TINY_TILES | {"num_programs": 4}], ids=["here", "small"])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
@@ -321,7 +339,7 @@ def test_on_a_gpu(case, tuning, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*PREFIXES, *ON_A_GPU[len(LOWERED) : -1]], ids=str)
+@pytest.mark.parametrize("case", NEW_TOKENS_ON_A_GPU, ids=str)
 def test_new_tokens_on_a_gpu(case):
     made = inputs.make(case)
     poisoned = inputs.make(case)
