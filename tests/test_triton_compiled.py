@@ -80,9 +80,10 @@ COMPILED += [
 ]
 
 
-def later(capability):
-    """The mark of a case that is not run by default: Hopper's GPUs run their kernels, and other GPUs run nowhere."""
-    return pytest.mark.gpu if capability == 90 else pytest.mark.slow
+def parameters(cases, by_default):
+    """The cases as parameters; others than those of `by_default` are slow, or left out where Hopper's GPUs run them."""
+    kept = [(capability, *rest) for capability, *rest in cases if capability != 90 or (capability, *rest) in by_default]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in by_default)) for case in kept]
 
 
 def pairs():
@@ -101,27 +102,20 @@ def pairs():
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
             case = Case(name, *shape, seq_lens=(70,), query_lens=(70,))
-            yield pytest.param(capability, op, case, marks=[later(capability)] * (i > 0))
+            yield capability, op, case
 
 
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "op", "case"),
     [
-        *(
-            pytest.param(
-                capability,
-                op,
-                COMPILED_CASES[name],
-                marks=[later(capability)] * ((capability, op, name) not in BY_DEFAULT),
-            )
-            for capability, op, name in COMPILED
-        ),
-        *pairs(),
+        *parameters(COMPILED, BY_DEFAULT),
+        *parameters(pairs(), [each for each in pairs() if each[2].cache_dtype == "float16"]),
     ],
     ids=str,
 )
 def test_compiles(capability, op, case, tmp_path, monkeypatch):
+    case = COMPILED_CASES.get(case, case)
     hold_launches(lambda: call(op, case), capability, tmp_path, monkeypatch)
 
 
@@ -153,14 +147,11 @@ def test_shared_memory_is_what_cuda_gives_a_program():
     assert {capability: tuning.shared_memory(Device(capability)) // 1024 for capability in kib} == kib
 
 
-LATENTS = [(80, "deepseek"), (89, "e4m3"), (90, "float32"), (100, "everything"), (120, "many-heads")]
+LATENTS = [(80, "deepseek"), (89, "e4m3"), (100, "everything"), (120, "many-heads")]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [pytest.param(*each, marks=[later(each[0])] * (each != (89, "e4m3"))) for each in LATENTS],
-)
+@pytest.mark.parametrize(("capability", "name"), parameters(LATENTS, [(89, "e4m3")]))
 def test_latents_compile(capability, name, tmp_path, monkeypatch):
     case = next(case for case in latent_cases.CASES if str(case) == name)
     made = latent_cases.make(case)
