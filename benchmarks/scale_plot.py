@@ -25,7 +25,7 @@ def points(report: dict[str, Any]) -> dict[tuple[str, str, str], list[tuple[int,
     rate, found = RATES[report["gpu"]], {}
     for row in report["rows"]:
         case = re.fullmatch(r"([^/]+)/tp=(\d+)/decode/(\d+)x\d+", row["case"])
-        if case is not None and "us" in row:
+        if case is not None and "us" in row and row["contender"] in MARKERS:
             name, size, num_seqs = case.groups()
             point = int(size), row["us"] / 1e3, row["floor_bytes"] / rate / row["us"] * 1e6
             found.setdefault((name, num_seqs, row["contender"]), []).append(point)
