@@ -139,5 +139,6 @@ def test_points_of_the_plot():
         for size, phase, us in ((2, "decode", 1e3), (1, "decode", 2e3), (1, "prefill", 1e3))
     ]
     rows.append({"case": "llama3-70b/tp=1", "contender": "called", "absent": "too large"})
+    rows.append(rows[0] | {"contender": "by a script"})
     found = scale_plot.points({"gpu": "NVIDIA H200", "rows": rows})
     assert found == {("llama3-8b", "1", "called"): [(1, 2.0, pytest.approx(0.5)), (2, 1.0, pytest.approx(0.5))]}
