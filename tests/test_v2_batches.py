@@ -103,8 +103,7 @@ def results_of(case, implementation, device):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(PLACES[0], marks=pytest.mark.gpu),
-        pytest.param(PLACES[1], marks=pytest.mark.slow_on_cpu),
+        *(pytest.param(case, marks=pytest.mark.gpu) for case in PLACES[:2]),
         MHA,
         *(pytest.param(case, marks=pytest.mark.gpu) for case in drawn(10)),
     ],
