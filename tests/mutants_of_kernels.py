@@ -305,11 +305,11 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_ragged.py -k tilings_fit",
     ),
     Mutant(
-        "mosaic_gpu: new tokens' products over 8 bits have the cache's scale",
+        "mosaic_gpu: new tokens' products have the cache's scale",
         "kernels/mosaic_gpu/ragged/softmax.py",
         "products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)",
         "products = products * jnp.where(span.is_new, 1.0, 1.0)",
-        "tests/test_mosaic_gpu_ragged.py -k 'new_tokens_in_the_interpreter and e4m3'",
+        "tests/test_mosaic_gpu_sparse.py -k 'new_tokens_in_the_interpreter and thin'",
     ),
     Mutant(
         "mosaic_gpu: v2's choice depends on its batch",
