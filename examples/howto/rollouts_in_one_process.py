@@ -84,8 +84,9 @@ def main():
     optimizer_state = OPTIMIZER.init(weights)
     caches = (PagedKVCache.create(64, 4, KV_HEADS, HEAD_SIZE, dtype=jnp.float32),)
     num_rows = len(PROMPTS) * SAMPLES
-    shapes = {"decode_rows": (num_rows,), "mixed_tokens": (num_rows,)}
-    sizes = EngineConfig(16, num_rows, num_rows, **shapes, max_logprobs=0, adjustments=False)
+    sizes = EngineConfig(
+        16, num_rows, num_rows, decode_rows=(num_rows,), mixed_tokens=(num_rows,), max_logprobs=0, adjustments=False
+    )
     engine = Engine(step, weights, caches, sizes, seed=0)
     wanted = SamplingParams(max_tokens=LENGTH, n=SAMPLES, temperature=1.0, logprobs=0)
 
