@@ -3,7 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
-PARTS = "tests/test_engine_parts.py tests/test_engine_refusals.py"
+PARTS = "tests/test_engine_parts.py tests/test_engine_batch.py tests/test_engine_refusals.py"
 FAILURES = "tests/test_engine_failures.py"
 REQUESTS = "tests/test_engine_requests.py"
 ENGINE = "tests/test_engine.py"

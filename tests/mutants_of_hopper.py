@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in work items, merges and masks of the Hopper kernels."""
+"""The bugs that `tests.mutants` makes on purpose in items, merges and masks of the Hopper kernels, and in MLA's."""
 
 from tests.mutants_made import Mutant
 
@@ -191,5 +191,89 @@ MUTANTS_OF_HOPPER = [
         "end = num_tokens if rows_of_token == 1 else mul(num_tokens, rows_of_token)",
         "end = num_tokens",
         "tests/test_mosaic_gpu_lanes.py",
+    ),
+    Mutant(
+        "mosaic_gpu: sinks count in each split of an item of MLA",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "with_sinks = seen & jnp.broadcast_to(is_whole, seen.shape)",
+        "with_sinks = seen",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and odd and 4'",
+    ),
+    Mutant(
+        "mosaic_gpu mla: lengths are not bounded",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "limit = at_most(seq_len, geometry.problem.max_seq_len)",
+        "limit = seq_len",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
+    Mutant(
+        "mosaic_gpu mla: a queue that begins with an item begins in the one before",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "is_past = after <= first",
+        "is_past = after < first",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
+    Mutant(
+        "mosaic_gpu mla: lanes without a sequence count the last one again",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "jnp.where(x < end, s.items * s.tiles, 0)",
+        "s.items * s.tiles",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
+    Mutant(
+        "mosaic_gpu mla: a half of O is summed up under the softmax, where copies bound the kernel",
+        "kernels/mosaic_gpu/mla/choose.py",
+        "(2 if width == _MOST_WIDTH else 4)",
+        "2",
+        "tests/test_mosaic_gpu_mla.py -k like_lengths",
+    ),
+    Mutant(
+        "mosaic_gpu mla: an item's last tile has no mask",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "is_masked = (seen.by_all - start < TILE)",
+        "is_masked = (seen.by_all - start < 0)",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
+    ),
+    Mutant(
+        "mosaic_gpu mla: the last query's tokens decide which tiles have a mask",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "return Seen(by_all, of_rows)",
+        "return Seen(split.end, of_rows)",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
+    ),
+    Mutant(
+        "mosaic_gpu mla: maxima of products ignore the scale's sign",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "sign = jnp.where(signed < 0, jnp.float32(-1), jnp.float32(1))",
+        "sign = jnp.float32(1)",
+        "tests/test_mosaic_gpu_mla.py -k factor_of_exponents",
+    ),
+    Mutant(
+        "mosaic_gpu mla: a scale of 0 makes unseen tokens NaN",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "_LEAST_FACTOR = 1e-30",
+        "_LEAST_FACTOR = 0.0",
+        "tests/test_mosaic_gpu_mla.py -k factor_of_exponents",
+    ),
+    Mutant(
+        "mosaic_gpu mla: the last sums lack the factor of maxima",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "    state = state._replace(maxima=softmax.scaled(state.maxima, factor))\n",
+        "",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
+    ),
+    Mutant(
+        "mosaic_gpu mla: weights are replaced before the other warpgroup has read them",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "    def hand_over(i, weights, keep):\n        plgpu.barrier_wait(smem.weights_consumed)\n",
+        "    def hand_over(i, weights, keep):\n",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
+    ),
+    Mutant(
+        "mosaic_gpu mla: the left part of a tile is replaced before it has been read",
+        "kernels/mosaic_gpu/mla/load.py",
+        "pl.when(is_later)(lambda consumed",
+        "pl.when(is_later & (part.first > 0))(lambda consumed",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
     ),
 ]

@@ -7,7 +7,7 @@ PACE = "tests/test_engine_pace.py"
 SHARING = "tests/test_engine_sharing.py"
 SPECULATION = "tests/test_engine_speculation.py"
 WEIGHTS = "tests/test_engine_weights.py"
-PARTS = "tests/test_engine_parts.py tests/test_engine_refusals.py"
+PARTS = "tests/test_engine_parts.py tests/test_engine_batch.py tests/test_engine_refusals.py"
 
 MUTANTS_OF_SCHEDULER = [
     Mutant(

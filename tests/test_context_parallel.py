@@ -217,7 +217,7 @@ def test_copies_go_from_device_to_device():
     bits = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, 4, 4, 16), np.uint8)
     cache = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
     pairs = [[0, 1000], [1000, 3], [1, 2], [-1, 7], [1023, 600], [511, 512], [512, 511], [9, 1024], [1024, 8]]
-    mapping = np.array(pairs, np.int32)  # of which two name a block past the pool
+    mapping = np.array(pairs, np.int32)  # two of them name a block past the pool
     placed = place([cache, cache, mapping], [P("dcp", "tp"), P("dcp", "tp"), P()], make_mesh())
     key_cache, _ = jax.jit(paged_jax.copy_blocks)(*placed)
     wanted = bits.copy()
