@@ -224,7 +224,7 @@ def test_new_tokens_in_the_interpreter(case):
 
 @pytest.mark.slow
 def test_few_new_tokens_have_no_wide_items():
-    """A bound on queries leaves out the code of wide items; `test_more_queries_than_said` runs what is left."""
+    """A bound on queries leaves out the code of wide items. `test_more_queries_than_said` runs the other code."""
     case = small("few", 4, 2, 64, 16, "bfloat16", **FEW, sinks=True)
     operands = prefix_operands_of(case, inputs.make(case), max_query_len=4)
     with mock.patch.object(ragged_wide, "attend_to_item", side_effect=AssertionError("a wide item")):

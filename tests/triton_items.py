@@ -32,7 +32,7 @@ def batches(rng):
         }[mix]
         yield contexts + queries, queries, int(rng.integers(0, 20))
     yield np.full(6, 90), np.ones(6, np.int64), 1  # as many tiles as there can be
-    yield np.array([4000, 30]), np.array([100, 30]), 3  # a sequence of several tiles, all of which are split
+    yield np.array([4000, 30]), np.array([100, 30]), 3  # a sequence has several tiles, and all are split
 
 
 def hold(run):

@@ -128,7 +128,7 @@ class Runner:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The blocks of the longest sequence, the last of which may be partly used."""
+        """The blocks of the longest sequence; its last block may be partly used."""
         return -(-self.config.max_model_len // self.block_size)
 
     def reset(self) -> None:
