@@ -65,78 +65,74 @@ def multiply_tiles(
     Returns:
         bf16 `[num_tiles * size, out]`; `[num_tiles * size, out // 2]` with an activation.
     """
-    (num_tiles,), (num_experts, out_size, in_size) = experts.shape, matrices.shape
-    is_shared = rows.shape[0] == size
+    (num_tiles,), (_, out_size, in_size) = experts.shape, matrices.shape
     num_halves = 1 if activation is None else 2
-    half = out_size // num_halves
-    num_blocks, num_steps = half // _WIDTH, in_size // _DEPTH
-    stages = min(_STAGES, num_steps)
-    arrays = [rows, matrices, experts] + ([] if bias is None else [bias])
-
-    def kernel(rows_gmem, matrices_gmem, experts_gmem, *others):
-        *biases_gmem, out_gmem, rows_smem, matrices_smem, out_smem, ready = others
-        tile, block = (f(lax.axis_index("program"), jnp.int32(num_blocks)) for f in (lax.div, lax.rem))
-        expert = experts_gmem[tile]
-
-        def copy(step):
-            stage, inputs = lax.rem(step, jnp.int32(stages)), pl.ds(step * _DEPTH, _DEPTH)
-            tile_rows = pl.ds(0 if is_shared else tile * size, size)
-            plgpu.copy_gmem_to_smem(rows_gmem.at[tile_rows, inputs], rows_smem.at[stage], ready.at[stage])
-            for i in range(num_halves):
-                part = matrices_gmem.at[expert, pl.ds(i * half + block * _WIDTH, _WIDTH), inputs]
-                plgpu.copy_gmem_to_smem(part, matrices_smem.at[stage, i], ready.at[stage])
-
-        def multiply(*accs):
-            @pl.loop(0, num_steps)
-            def step(i):
-                stage = lax.rem(i, jnp.int32(stages))
-                plgpu.barrier_wait(ready.at[stage])
-                for j, acc in enumerate(accs):
-                    plgpu.wgmma(acc, matrices_smem.at[stage, j], rows_smem.at[stage].T)
-                plgpu.wgmma_wait(num_halves)  # the previous step has read its stage
-
-                @pl.when((i > 0) & (i + (stages - 1) < num_steps))
-                def refill():
-                    copy(i + (stages - 1))
-
-            return [acc[...] for acc in accs]
-
-        @pl.when(expert < num_experts)
-        def compute():
-            for i in range(stages):
-                copy(jnp.int32(i))
-            acc = plgpu.ACC((_WIDTH, size), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-            parts = pl.run_scoped(multiply, *[acc] * num_halves)
-            for bias_gmem in biases_gmem:
-                firsts = [i * half + block * _WIDTH for i in range(num_halves)]
-                biases = [_bias(bias_gmem, expert, first, size) for first in firsts]
-                parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
-            out = parts[0] if activation is None else activation(*parts)
-            out_smem.T[...] = plgpu.layout_cast(out.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
-            plgpu.commit_smem()
-            to = out_gmem.at[pl.ds(tile * size, size), pl.ds(block * _WIDTH, _WIDTH)]
-            plgpu.copy_smem_to_gmem(out_smem, to)
-            plgpu.wait_smem_to_gmem(0)
-
-    def swizzled(*shape):
-        tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-        swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, swizzle))
-
+    half, stages = out_size // num_halves, min(_STAGES, in_size // _DEPTH)
     call = plgpu.kernel(
-        kernel,
+        partial(_kernel, size=size, activation=activation),
         out_type=jax.ShapeDtypeStruct((num_tiles * size, half), jnp.bfloat16),
         scratch_types=(
-            swizzled(stages, size, _DEPTH),
-            swizzled(stages, num_halves, _WIDTH, _DEPTH),
-            swizzled(size, _WIDTH),
+            _swizzled(stages, size, _DEPTH),
+            _swizzled(stages, num_halves, _WIDTH, _DEPTH),
+            _swizzled(size, _WIDTH),
             plgpu.Barrier(num_arrivals=1 + num_halves, num_barriers=stages),
         ),
-        grid=(num_tiles * num_blocks,),
+        grid=(num_tiles * half // _WIDTH,),
         grid_names=("program",),
         kernel_name="experts" if activation is None else "experts_gated",
     )
-    return call(*arrays)
+    return call(rows, matrices, experts, *([] if bias is None else [bias]))
+
+
+def _kernel(rows_gmem, matrices_gmem, experts_gmem, *others, size: int, activation: Activation | None):
+    """Computes 64 outputs of a tile; see `multiply_tiles`."""
+    *biases_gmem, out_gmem, rows_smem, matrices_smem, out_smem, ready = others
+    num_experts, out_size, in_size = matrices_gmem.shape
+    num_steps, (stages, num_halves) = in_size // _DEPTH, matrices_smem.shape[:2]
+    half, is_shared = out_size // num_halves, rows_gmem.shape[0] == size
+    num_blocks = half // _WIDTH
+    tile, block = (f(lax.axis_index("program"), jnp.int32(num_blocks)) for f in (lax.div, lax.rem))
+    expert = experts_gmem[tile]
+
+    def copy(step):
+        stage, inputs = lax.rem(step, jnp.int32(stages)), pl.ds(step * _DEPTH, _DEPTH)
+        tile_rows = pl.ds(0 if is_shared else tile * size, size)
+        plgpu.copy_gmem_to_smem(rows_gmem.at[tile_rows, inputs], rows_smem.at[stage], ready.at[stage])
+        for i in range(num_halves):
+            part = matrices_gmem.at[expert, pl.ds(i * half + block * _WIDTH, _WIDTH), inputs]
+            plgpu.copy_gmem_to_smem(part, matrices_smem.at[stage, i], ready.at[stage])
+
+    def multiply(*accs):
+        @pl.loop(0, num_steps)
+        def step(i):
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(ready.at[stage])
+            for j, acc in enumerate(accs):
+                plgpu.wgmma(acc, matrices_smem.at[stage, j], rows_smem.at[stage].T)
+            plgpu.wgmma_wait(num_halves)  # the previous step has read its stage
+
+            @pl.when((i > 0) & (i + (stages - 1) < num_steps))
+            def refill():
+                copy(i + (stages - 1))
+
+        return [acc[...] for acc in accs]
+
+    @pl.when(expert < num_experts)
+    def compute():
+        for i in range(stages):
+            copy(jnp.int32(i))
+        acc = plgpu.ACC((_WIDTH, size), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        parts = pl.run_scoped(multiply, *[acc] * num_halves)
+        for bias_gmem in biases_gmem:
+            firsts = [i * half + block * _WIDTH for i in range(num_halves)]
+            biases = [_bias(bias_gmem, expert, first, size) for first in firsts]
+            parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
+        out = parts[0] if activation is None else activation(*parts)
+        out_smem.T[...] = plgpu.layout_cast(out.astype(jnp.bfloat16), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        to = out_gmem.at[pl.ds(tile * size, size), pl.ds(block * _WIDTH, _WIDTH)]
+        plgpu.copy_smem_to_gmem(out_smem, to)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _bias(bias_gmem, expert, first, size):
@@ -144,6 +140,13 @@ def _bias(bias_gmem, expert, first, size):
     layout = plgpu.Layout.WGMMA.reduce(1)
     bias = plgpu.load(bias_gmem.at[expert, pl.ds(first, _WIDTH)], layout=layout, optimized=False)
     return lax.broadcast_in_dim(bias.astype(jnp.float32), (_WIDTH, size), (0,))
+
+
+def _swizzled(*shape):
+    """Shared memory for bfloat16, laid out as wgmma reads it."""
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(tiling, swizzle))
 
 
 class Tiles(NamedTuple):
