@@ -1,8 +1,7 @@
 """Measures what speculative decoding gains, and what it costs if it gains nothing.
 
-Two engines over one set of weights generate the same texts in turns; one of them speculates. A row has the wall time
-of both, their steps, and how many guessed tokens were right. If tokens differ, the output says how many are alike. The
-texts are:
+One engine generates the same texts without and with speculation in turns. A row has the wall time of both, their steps,
+and how many guessed tokens were right. If tokens differ, the output says how many are alike. The texts are:
 
 - greedy: the engine's own look-up makes the guesses. Greedy texts of the small trained model repeat themselves. Random
   weights are changed so that texts repeat their prompts (`repeat_prompts`).
@@ -88,30 +87,27 @@ class Row:
 
 
 def measure(
-    plain: engine.Engine,
-    speculating: engine.Engine,
-    proposer: Told,
-    text: str,
-    prompts: list[list[int]],
-    max_tokens: int,
-    repeats: int,
+    the_engine: engine.Engine, proposer: Told, text: str, prompts: list[list[int]], max_tokens: int, repeats: int
 ) -> Row:
-    """Runs one case, and keeps each engine's best time. If tokens differ, it prints how many are alike."""
+    """Runs one case, and keeps the best times. If tokens differ, it prints how many are alike."""
     params = engine.SamplingParams(max_tokens=max_tokens, temperature=HOT if text == "drawn" else 0.0, seed=5)
-    times: dict[engine.Engine, list[float]] = {plain: [], speculating: []}
-    tokens, proposer.texts = {}, []
+    speculating = the_engine.config
+    plain = dataclasses.replace(speculating, max_draft_tokens=0)
+    times: dict[engine.EngineConfig, list[float]] = {plain: [], speculating: []}
+    tokens, stats, proposer.texts = {}, {}, []
     for _ in range(repeats):
-        for each in (plain, speculating):
-            each.reset()
+        for config in (plain, speculating):
+            the_engine.reset(config)
             began = time.perf_counter()
-            results = each.generate(prompts, params)
-            times[each].append(time.perf_counter() - began)
-            tokens[each] = [list(samples[0].token_ids) for samples in results]
-            if text == "told" and each is plain:
-                proposer.texts = [[*prompt, *new] for prompt, new in zip(prompts, tokens[each], strict=True)]
+            results = the_engine.generate(prompts, params)
+            times[config].append(time.perf_counter() - began)
+            tokens[config] = [list(samples[0].token_ids) for samples in results]
+            stats[config] = the_engine.stats()
+            if text == "told" and config is plain:
+                proposer.texts = [[*prompt, *new] for prompt, new in zip(prompts, tokens[plain], strict=True)]
     if (share := _alike(tokens[plain], tokens[speculating])) < 1:
         print(f"{text}: {share:.1%} of the tokens are alike before the first one that differs", flush=True)
-    before, after = plain.stats(), speculating.stats()
+    before, after = stats[plain], stats[speculating]
     return Row(
         text,
         len(prompts),
@@ -147,8 +143,8 @@ def repeat_prompts(weights: dict[str, Any]) -> dict[str, Any]:
     return weights | {"lm_head": {"kernel": expected(embedding, first + (token - first - 1) % size)}}
 
 
-def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engine, engine.Engine, list[list[int]]]:
-    """Makes an engine without speculation, an engine with it, and a prompt for each sequence."""
+def make_engine(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engine, list[list[int]]]:
+    """Makes an engine that speculates, and a prompt for each sequence."""
     most = max(args.num_seqs)
     if args.model == "tiny":
         dtype = jnp.float32
@@ -170,15 +166,12 @@ def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engin
         decode_rows=tuple(sorted(set(args.num_seqs))),
         mixed_tokens=(max(256, most),),
         adjustments=False,
+        max_draft_tokens=args.speculate,
+        verify_tokens=tuple(count * (1 + args.speculate) for count in sorted(set(args.num_seqs))),
     )
-
-    def make(sizes: engine.EngineConfig, **options: Any) -> engine.Engine:
-        caches = loop.make_caches(config, most * -(-longest // BLOCK_SIZE) + 8, BLOCK_SIZE, dtype)
-        options |= {"compiler_options": xla_options}
-        return engine.Engine(cast(engine.Step, step), weights, caches, sizes, **options)
-
-    plain = make(sizes)
-    return plain, make(dataclasses.replace(sizes, max_draft_tokens=args.speculate), proposer=proposer), prompts
+    caches = loop.make_caches(config, most * -(-longest // BLOCK_SIZE) + 8, BLOCK_SIZE, dtype)
+    options = {"proposer": proposer, "compiler_options": xla_options}
+    return engine.Engine(cast(engine.Step, step), weights, caches, sizes, **options), prompts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,10 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     proposer, rows = Told(), []
-    plain, speculating, prompts = make_engines(args, proposer)
+    began = time.perf_counter()
+    the_engine, prompts = make_engine(args, proposer)
+    print(f"the engine has started in {time.perf_counter() - began:.1f} s", flush=True)
     for text in TEXTS:
         for num_seqs in args.num_seqs:
-            row = measure(plain, speculating, proposer, text, prompts[:num_seqs], args.max_tokens, args.repeats)
+            row = measure(the_engine, proposer, text, prompts[:num_seqs], args.max_tokens, args.repeats)
             rows.append(row)
             print(
                 f"{text:6} {num_seqs:3} texts: {row.num_tokens / row.plain_s:8.0f} -> "

@@ -6,7 +6,10 @@ that a graph can capture, and the fastest counts. As in models.py, embeddings ar
 so that rows choose different experts.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from benchmarks.torch_clocks import best_seconds, captured
 
@@ -94,6 +97,7 @@ class HubModel:
         if self.is_mixture:
             self.model.set_experts_implementation(_OF_PROMPTS)
         cache = transformers.StaticCache(config=self.config, max_cache_len=longest)
+        cache.layers = [_ring_of(layer) for layer in cache.layers]
         width = max(1, _CHUNK // num_seqs)
         for start in range(0, length, width):
             tokens = torch.arange(start, min(start + width, length), device=self.device)
@@ -101,7 +105,6 @@ class HubModel:
         return cache
 
     def _time_decode(self, num_seqs: int, context: int, num_steps: int, product: str | None) -> float:
-
         # Each run of the graph continues where the last one ended. transformers moves the cache's tokens differently
         # once a window is full, and a graph records one way only. So all steps come after the window is full.
         length = max(context, getattr(self.config, "sliding_window", None) or 0)
@@ -113,5 +116,48 @@ class HubModel:
         def step():
             token_ids.copy_(self._forward(token_ids, cache)[:, None])
 
-        replay = captured(self.device, step)
+        with _constants_made_once():
+            replay = captured(self.device, step)
         return best_seconds(self.device, lambda: None, replay, num_steps)
+
+
+@contextlib.contextmanager
+def _constants_made_once() -> Iterator[None]:
+    """Lets `torch.tensor` make each constant once: no graph can be captured while numbers come from the host."""
+    import torch
+
+    make, made = torch.tensor, {}
+
+    def tensor(data: Any, **options: Any) -> Any:
+        key = repr((data, sorted(options.items())))
+        return made[key] if key in made else made.setdefault(key, make(data, **options))
+
+    with mock.patch.object(torch, "tensor", tensor):
+        yield
+
+
+def _ring_of(layer: Any) -> Any:
+    """A layer of a cache as it is; if it has a window, one that replaces the oldest token of a full window.
+
+    transformers moves all tokens of a full window by one place in each step, and makes a tensor from a number of the
+    host, which a CUDA graph cannot capture. Attention does not depend on the places of keys, which are rotated already.
+    """
+    import torch
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    class Ring(StaticSlidingWindowLayer):
+        oldest: Any = None
+
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            is_full = self.cumulative_length_int >= self.max_cache_len
+            if not is_full or key_states.shape[-2] > 1:
+                return super().update(key_states, value_states, *args, **kwargs)
+            if self.oldest is None:
+                self.oldest = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.cumulative_length_int += 1
+            self.keys.index_copy_(2, self.oldest, key_states)
+            self.values.index_copy_(2, self.oldest, value_states)
+            self.oldest.add_(1).remainder_(self.max_cache_len)
+            return self.keys, self.values
+
+    return Ring(layer.max_cache_len, layer.max_cache_len) if type(layer) is StaticSlidingWindowLayer else layer

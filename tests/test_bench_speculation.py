@@ -13,16 +13,15 @@ from paged_jax.engine import DraftRow, EngineConfig
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import VOCAB
 
-PLAIN = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=16)
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=4)
 PROMPTS = [[(3 * i + k) % VOCAB for i in range(5)] for k in range(2)]
 
 
 @pytest.mark.parametrize("text", bench.TEXTS)
 def test_rows(text):
-    """Told guesses save steps. Both engines draw with one seed, so their texts are equal."""
+    """Told guesses save steps. Both ways draw with one seed, so their texts are equal."""
     proposer = bench.Told()
-    speculating = make_engine(64, 4, dataclasses.replace(PLAIN, max_draft_tokens=4), proposer=proposer)
-    row = bench.measure(make_engine(64, 4, PLAIN), speculating, proposer, text, PROMPTS, 40, 2)
+    row = bench.measure(make_engine(64, 4, CONFIG, proposer=proposer), proposer, text, PROMPTS, 40, 2)
     assert (row.text, row.num_seqs, row.num_tokens, row.plain_steps) == (text, 2, 80, 40)
     assert row.accepted <= row.drafted
     assert row.gain > 0
@@ -32,11 +31,17 @@ def test_rows(text):
 
 
 def test_wrong_tokens_are_told(capsys):
-    """The two engines get different weights here."""
+    """The engine gets different weights as soon as it speculates here."""
     proposer = bench.Told()
-    speculating = make_engine(64, 4, dataclasses.replace(PLAIN, max_draft_tokens=4), proposer=proposer)
-    speculating.update_weights({"salt": 1})
-    bench.measure(make_engine(64, 4, PLAIN), speculating, proposer, "greedy", PROMPTS, 40, 1)
+    engine = make_engine(64, 4, CONFIG, proposer=proposer)
+    reset = engine.reset
+
+    def reset_and_update(config):
+        reset(config)
+        engine.update_weights({"salt": config.max_draft_tokens})
+
+    engine.reset = reset_and_update
+    bench.measure(engine, proposer, "greedy", PROMPTS, 40, 1)
     assert "of the tokens are alike" in capsys.readouterr().out
 
 

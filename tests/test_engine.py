@@ -224,7 +224,6 @@ def test_what_a_reset_cannot_change(field):
         "max_logprobs": 1,
         "adjustments": False,
         "num_host_blocks": 1,
-        "max_draft_tokens": 1,
         "verify_tokens": (2,),
         "max_shared_prefixes": 1,
         "num_blocks": 5,
@@ -232,13 +231,14 @@ def test_what_a_reset_cannot_change(field):
         "preemption": "swap",
         "recompute_tokens_per_second": 1.0,
         "swap_bytes_per_second": 1.0,
+        "max_draft_tokens": 1,
         "free_tokens_per_step": 1,
         "least_shared_tokens": 1,
         "max_tokens_beside_decodes": 5,
         "between_tokens_seconds": 0.01,
     }
-    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=2)
-    ladders = {"decode_rows": (), "mixed_tokens": (), "verify_tokens": ()}  # which follow from the sizes
+    config = EngineConfig(48, 4, 16, max_draft_tokens=2, verify_tokens=(4,))
+    ladders = {"decode_rows": (), "mixed_tokens": ()}  # which follow from the sizes
     changed = dataclasses.replace(config, **ladders | {field.name: others[field.name]})
     is_compiled = names.index(field.name) < names.index("num_blocks")
     assert (changed.compiled != config.compiled) == is_compiled

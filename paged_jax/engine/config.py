@@ -36,10 +36,8 @@ class EngineConfig:
         on the device.
       num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
         Layers with a sliding window have no more than `max_num_seqs` sequences can hold.
-      max_draft_tokens: how many tokens of a sequence a step may verify, beside the one that it draws anyway; 0 for no
-        speculation. See `Proposer`.
       verify_tokens: the numbers of tokens for which steps that verify drafts are compiled. They rise, to
-        max_tokens_per_step at most. If it is empty, the engine chooses.
+        max_tokens_per_step at most. If it is empty, the engine chooses them if there is speculation.
       max_shared_prefixes: how many prefixes a decode step may read once for all sequences that share them; 0 for none.
         The model's step must use `Batch.prefixes`. Layers with sliding windows that the engine knows have none.
 
@@ -58,6 +56,8 @@ class EngineConfig:
       recompute_tokens_per_second: the rate at which the model computes prompts. The default is a round number for a
         model of 8 billion parameters on one H200; give your own model's.
       swap_bytes_per_second: the rate at which blocks move between device and host. The default is a round number too.
+      max_draft_tokens: how many tokens of a sequence a step may verify, beside the one that it draws anyway; 0 for no
+        speculation. See `Proposer`.
       free_tokens_per_step: up to how many tokens a step takes hardly longer than for one, because it reads the weights
         for most of its time. Drafts are weighed with it. The default is a round number for 16-bit weights on one H200.
       least_shared_tokens: how many tokens a decode step must not read again, so that shared prefixes are read apart. To
@@ -79,7 +79,6 @@ class EngineConfig:
     max_logprobs: int | None = None
     adjustments: bool = True
     num_host_blocks: int = 0
-    max_draft_tokens: int = 0
     verify_tokens: tuple[int, ...] = ()
     max_shared_prefixes: int = 0
 
@@ -90,6 +89,7 @@ class EngineConfig:
     preemption: Preemption = "cheaper"
     recompute_tokens_per_second: float = 40_000.0
     swap_bytes_per_second: float = 20e9
+    max_draft_tokens: int = 0
     free_tokens_per_step: int = 128
     least_shared_tokens: int = 16_384
 
@@ -134,10 +134,7 @@ class EngineConfig:
     def _check_verify_tokens(self) -> None:
         """Checks `verify_tokens`, and chooses them if there are none."""
         sizes = tuple(self.verify_tokens)
-        if not self.max_draft_tokens:
-            if sizes:
-                raise ValueError(f"verify_tokens need max_draft_tokens, got {sizes}")
-        elif not sizes:
+        if self.max_draft_tokens and not sizes:
             most = self.max_num_seqs * (1 + self.max_draft_tokens)
             sizes = _ladder(min(most, _MOST_VERIFIED, self.max_tokens_per_step))
         if not all(isinstance(size, int) for size in sizes):
@@ -160,7 +157,6 @@ class EngineConfig:
             self.max_logprobs,
             self.adjustments,
             self.num_host_blocks,
-            self.max_draft_tokens,
             self.verify_tokens,
             self.max_shared_prefixes,
         )

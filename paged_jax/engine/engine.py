@@ -52,7 +52,7 @@ class Engine(BaseEngine):
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       seed: the number from which requests without a seed get theirs; None for fresh random numbers in every process and
         after every `reset`.
-      proposer: guesses tokens, if `config.max_draft_tokens` is not 0; None for `PromptLookup()`.
+      proposer: guesses tokens while `config.max_draft_tokens` is not 0; None for `PromptLookup()`.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
       compiler_options: XLA's options for all programs; or a function from a step's number of tokens to the options of
         the program that runs the model; all other programs then have no options.
@@ -86,7 +86,7 @@ class Engine(BaseEngine):
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
-        if proposer is not None and not config.max_draft_tokens:
+        if proposer is not None and not config.verify_tokens:
             raise ValueError("a proposer needs max_draft_tokens, got 0")
         self._groups = make_groups(caches, sliding_windows, config.max_model_len)
         blocks_used(config, self._groups)
@@ -94,7 +94,7 @@ class Engine(BaseEngine):
         self._runner = Runner(
             step, weights, caches, config, self._groups, show_progress=show_progress, compiler_options=compiler_options
         )
-        self._speculator = Speculator(config, proposer or PromptLookup()) if config.max_draft_tokens else None
+        self._proposer, self._speculator = proposer or PromptLookup(), None
         self.reset()
 
     @override
@@ -111,6 +111,7 @@ class Engine(BaseEngine):
         self._blocks = make_pools(self._groups, config, *sizes)
         if self._speculator is not None:
             self._speculator.forget_all()
+        self._speculator = Speculator(config, self._proposer) if config.max_draft_tokens else None
         self._scheduler = Scheduler(config, self._blocks, self._speculator)
         self._requests: dict[int, list[Sequence]] = {}
         self._launched: Launched | None = None

@@ -91,8 +91,7 @@ def most_blocks(sliding_window: int | None, block_size: int, config: EngineConfi
     """
     if sliding_window is None:
         return None
-    most_new = max(config.max_tokens_per_step, 1 + config.max_draft_tokens)
-    return _most_touched(sliding_window - 1 + most_new, block_size)
+    return _most_touched(sliding_window - 1 + config.max_tokens_per_step, block_size)
 
 
 def blocks_used(config: EngineConfig, groups: Sequence[Group]) -> list[int]:
