@@ -24,6 +24,7 @@ from tests.mutants_of_groups import MUTANTS_OF_GROUPS
 from tests.mutants_of_hopper import MUTANTS_OF_HOPPER
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
 from tests.mutants_of_models import MUTANTS_OF_MODELS
+from tests.mutants_of_ptx import MUTANTS_OF_PTX
 from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
 from tests.mutants_of_server import MUTANTS_OF_SERVER
 from tests.mutants_of_text import MUTANTS_OF_TEXT
@@ -41,6 +42,7 @@ ALL = (
     *MUTANTS_OF_MODELS,
     *MUTANTS_OF_KERNELS,
     *MUTANTS_OF_HOPPER,
+    *MUTANTS_OF_PTX,
     *MUTANTS_OF_TRITON,
 )
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")

@@ -22,11 +22,21 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
 
 
-def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=False, options=None, **tuning):
+def planned(
+    query_lens,
+    seq_lens,
+    *shape,
+    block_size=16,
+    table_width=64,
+    prefix=False,
+    options=None,
+    cache_dtype="bfloat16",
+    **tuning,
+):
     """Returns a batch's geometry, its counts, as XLA counts them before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
     num_tokens = sum(query_lens) + 3
-    cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.dtype(cache_dtype))
     arrays = (
         jax.ShapeDtypeStruct((num_tokens, num_heads, head_size), jnp.bfloat16),
         *[jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_size), jnp.bfloat16)] * (2 if prefix else 0),

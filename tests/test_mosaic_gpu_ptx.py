@@ -1,0 +1,240 @@
+"""Tests what the Hopper kernels do in MLIR and PTX without a GPU: a warpgroup in NumPy runs it (`warpgroup.py`)."""
+
+from types import SimpleNamespace
+
+import jax.experimental.mosaic.gpu as mgpu
+import numpy as np
+import pytest
+
+from paged_jax import BlockSparse
+from paged_jax.kernels.mosaic_gpu.hopper import lanes
+from paged_jax.kernels.mosaic_gpu.mla import rows as mla_rows
+from paged_jax.kernels.mosaic_gpu.mla import warps
+from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, rows, scan, tiles
+from tests.inputs import dtype_of
+from tests.test_mosaic_gpu_ragged_plan import planned
+from tests.warpgroup import SHARED, THREADS, InLayout, OfWarps, Warpgroup
+
+HEAD_SIZES = 64, 80, 96, 128, 256  # rows of shared memory have swizzles of 32, 64 and 128 bytes
+BFLOAT16 = dtype_of("bfloat16")
+
+
+@pytest.fixture
+def gpu():
+    with Warpgroup().running() as made:
+        yield made
+
+
+def kinds_of(head_size, group=4, *, options=None, **others):
+    """The wide and the thin items of a problem with 2 kv heads."""
+    geometry, *_ = planned((40,), (900,), 2 * group, 2, head_size, None, options=options, **others)
+    return geometry.kinds
+
+
+def values(rng, *shape):
+    """Numbers that bfloat16 holds."""
+    return rng.integers(-99, 99, shape).astype(BFLOAT16)
+
+
+def swizzled(array):
+    """The bytes of rows [rows, head_size] of 16 bits in shared memory, as wgmma reads its operands."""
+    num_rows, head_size = array.shape
+    width = np.gcd(2 * head_size, 128)
+    chunks = np.ascontiguousarray(array).view(np.uint8).reshape(num_rows // 8, 8, -1, width // 16, 16)
+    placed = np.empty_like(chunks.swapaxes(1, 2))
+    for i, row, column, lane in np.ndindex(chunks.shape[:-1]):
+        placed[i, column, row, lane ^ (row * width // 128 % (width // 16))] = chunks[i, row, column, lane]
+    return placed.reshape(-1)
+
+
+def assert_swizzled(smem, wanted):
+    np.testing.assert_array_equal(smem.get().view(np.uint8).reshape(-1), swizzled(wanted))
+
+
+def item_of(**fields):
+    return Item(**dict.fromkeys(Item._fields, np.int32(0)) | {name: np.int32(x) for name, x in fields.items()})
+
+
+def test_gather(gpu):
+    values = np.arange(100, 150, dtype=np.int32)
+    indices = np.arange(THREADS, dtype=np.int32) // 2
+    np.testing.assert_array_equal(scan.gather(gpu.put(values), indices, 49), values[np.minimum(indices, 49)])
+
+
+def test_sums(gpu):
+    rng = np.random.default_rng(0)
+    sums = gpu.empty((3, 2 * THREADS + 1), np.float32, SHARED)
+    whole = rng.integers(0, 9, (2, THREADS))
+    arrays = {2: whole.astype(np.int32), 0: whole[::-1].astype(np.float32)}
+    for i in range(2):
+        scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS)
+    for row, x in arrays.items():
+        np.testing.assert_array_equal(sums[row].view(x.dtype), np.cumsum([0, *x.reshape(-1)]))
+
+
+@pytest.mark.parametrize("most", [3, 1 << 22, 2**31 - 1])
+def test_the_largest_come_first(gpu, most):
+    numbers = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
+    numbers[[3, 77, 100]] = numbers.max()
+    unused, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
+    scan.largest_first(numbers, unused, order)
+    np.testing.assert_array_equal(order.get(), np.argsort(-np.minimum(numbers, (1 << 22) - 1), stable=True))
+
+
+def test_numbers_of_items_are_claimed_once(gpu):
+    claimed = gpu.put(np.array([5, 70], np.int32))
+    smem = SimpleNamespace(claimed=gpu.put(np.zeros(1, np.int32), SHARED))
+    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(claimed=claimed), smem=smem)
+    wide, thin = kinds_of(64)
+    found = [int(items.number_after(0, 100, kind, refs)) for kind in (wide, thin, wide, thin, thin)]
+    assert found == [105, 170, 106, 171, 172]
+    assert claimed.get().tolist() == [7, 73]
+
+
+def test_descriptions_of_items(gpu):
+    fields = gpu.put(np.full((2, 18), -1, np.int32), SHARED)
+    items.store_fields(fields, np.int32(1), [*np.arange(100, 117, dtype=np.int32)])
+    np.testing.assert_array_equal(fields.get(), [[-1] * 18, [*range(100, 117), -1]])
+
+
+@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
+@pytest.mark.parametrize(("head_size", "group"), [*zip(HEAD_SIZES, (1, 3, 8, 64, 7), strict=True)])
+def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
+    kind = kinds_of(head_size, group)[of_kind]
+    rng, first, kv_head, num_heads = np.random.default_rng(0), 3, 1, 2 * group
+    half = kind.geometry.half_tokens
+    for count in {half, max(half // 2 - 1, 1), 0, *([half + 5] if kind.is_wide else [])}:
+        num_tokens = min(count, half)
+        shape = first + count, num_heads, head_size
+        query, found = gpu.put(values(rng, *shape)), rows.QueryRows(*map(np.int32, (first, count, kv_head)))
+        query_smem = gpu.empty((64, head_size), BFLOAT16, SHARED)
+        rows.load_queries(query, query_smem, found, kind)
+        rows.finish_copies()
+        assert gpu.is_fenced
+        wanted, heads = np.zeros((64, head_size), BFLOAT16), slice(kv_head * group, kv_head * group + group)
+        wanted[: num_tokens * group] = query.get()[first : first + num_tokens, heads].reshape(-1, head_size)
+        assert_swizzled(query_smem, wanted)
+
+        out, lse = values(rng, 64, head_size), rng.standard_normal(64).astype(np.float32)
+        smem = rows.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
+        gmem = rows.Results(gpu.put(np.zeros(shape, BFLOAT16)), gpu.put(np.zeros(shape[:2], np.float32)))
+        rows.store_rows(smem, gmem, found, kind)
+        for stored, x in zip(gmem, (out, lse), strict=True):
+            wanted = np.zeros(stored.shape, stored.dtype)
+            wanted[first : first + num_tokens, heads] = x[: num_tokens * group].reshape(num_tokens, group, *x.shape[1:])
+            np.testing.assert_array_equal(stored.get(), wanted)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_partial_results(gpu, group):
+    kind, rng = kinds_of(64, group)[0], np.random.default_rng(0)
+    out, num_tokens = rng.standard_normal((64, 64)).astype(np.float32), 5
+    partial = gpu.put(np.zeros((64, 64), np.float32))
+    rows.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), np.int32(num_tokens), kind.geometry)
+    wanted = np.where(np.arange(64)[:, None] < num_tokens * group, out, 0)
+    np.testing.assert_array_equal(partial.get(), wanted)
+
+
+SPARSE = {"block_sparse": BlockSparse(1, 4, 64)}
+
+
+@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
+@pytest.mark.parametrize(("head_size", "options"), [*((d, None) for d in HEAD_SIZES), (128, SPARSE)])
+def test_tiles_of_new_tokens(gpu, head_size, options, of_kind):
+    kind, rng, kv_head = kinds_of(head_size, options=options, prefix=True)[of_kind], np.random.default_rng(0), 1
+    segments = kind.tile // kind.segment_tokens
+    first_rows = [np.int32(40 * i - kind.segment_tokens * i + 20) for i in range(segments)]
+    new = gpu.put(values(rng, 20 + 40 * segments + kind.tile, 2, head_size))
+    for begin, end in ((0, kind.tile), (7, kind.tile - 9), (12, 12), (-5, 3)):
+        tile = gpu.empty((kind.tile, head_size), BFLOAT16, SHARED)
+        kept = tiles.Range(np.int32(begin), np.int32(end))
+        tiles.load_new(new, tile, item_of(kv_head=kv_head), first_rows, kept, kind)
+        rows.finish_copies()
+        row = np.arange(kind.tile)
+        wanted = new.get()[np.array(first_rows)[row // kind.segment_tokens] + row, kv_head]
+        assert_swizzled(tile, np.where(((row >= begin) & (row < end))[:, None], wanted, np.zeros_like(wanted)))
+
+
+@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_zero_rows(gpu, head_size, of_kind):
+    kind = kinds_of(head_size)[of_kind]
+    tile = values(np.random.default_rng(0), kind.tile, head_size) + np.array(100, BFLOAT16)
+    row, first_rows = np.arange(kind.tile)[:, None], OfWarps([kind.rows_of_warp * warp for warp in range(4)])
+    for begin, end in ((0, kind.tile), (7, kind.tile - 9), (12, 12), (-5, 3)):
+        smem = gpu.put(swizzled(tile).view(BFLOAT16), SHARED)
+        tiles.zero_rows(smem, tiles.Range(np.int32(begin), np.int32(end)), first_rows, kind)
+        assert gpu.is_fenced
+        assert_swizzled(smem, np.where((row >= begin) & (row < end), tile, np.zeros_like(tile)))
+
+
+@pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("head_size", "of_kind"), [(64, 1), (80, 0), (96, 0), (128, 1), (192, 0)])
+def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
+    options = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
+    others = {"prefix": operand_dtype == "bfloat16", "cache_dtype": cache_dtype, "options": options}
+    kind = kinds_of(head_size, **others)[of_kind]
+    assert kind.geometry.operand_dtype == operand_dtype
+    codes = np.random.default_rng(0).integers(0, 256, (kind.tile, head_size), np.uint8).view(dtype_of(cache_dtype))
+    raw = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
+    raw_smem = gpu.put(raw, SHARED)
+    tile = gpu.empty((kind.tile, head_size), dtype_of(operand_dtype), SHARED)
+    first_rows = OfWarps([kind.rows_of_warp * warp for warp in range(4)])
+    tiles.convert_rows(raw_smem, tile, first_rows, kind)
+    assert gpu.is_fenced
+    assert_swizzled(tile, raw.astype(dtype_of(operand_dtype)))
+    first_words = raw_smem.address + np.repeat(first_rows.values, 32) * head_size
+    zeros = np.zeros((THREADS, 4), np.uint8)
+    gpu.memories[SHARED].store(first_words, zeros, np.arange(THREADS) % 32 == 7)  # later copies may overwrite the bytes
+
+
+@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
+@pytest.mark.parametrize("sparse", [{}, SPARSE], ids=["plain", "sparse"])
+def test_scales_of_slots(gpu, sparse, of_kind):
+    kind, rng, seq, kv_head = kinds_of(64, options=sparse)[of_kind], np.random.default_rng(0), 1, 1
+    problem = kind.geometry.problem
+    tables = np.full((2, problem.max_blocks_per_seq), 2**31 - 1, np.int32)
+    tables[seq] = rng.permutation(problem.max_blocks_per_seq)
+    scales = rng.standard_normal((problem.max_blocks_per_seq, 2, problem.block_size)).astype(np.float32)
+    segments = kind.tile // kind.segment_tokens
+    starts = [np.int32(192 * (i + 1) - kind.segment_tokens * i) for i in range(segments)]
+    refs = gpu.put(scales), gpu.put(tables)
+    row = np.arange(kind.tile)
+    token = np.array(starts)[row // kind.segment_tokens] + row
+    wanted = scales[tables[seq, token // problem.block_size], kv_head, token % problem.block_size]
+    for begin, end in ((0, kind.tile), (7, kind.tile - 9), (12, 12)):
+        found, kept = gpu.empty((kind.tile,), np.float32, SHARED), tiles.Range(np.int32(begin), np.int32(end))
+        tiles.load_scales(*refs, found, item_of(seq=seq, kv_head=kv_head), starts, kept, kind)
+        np.testing.assert_array_equal(found.get(), np.where((row >= begin) & (row < end), wanted, 0))
+
+
+def test_lanes_of_a_warp(gpu):
+    numbers = np.tile(np.random.default_rng(0).integers(-9, 99, 32), 4).astype(np.int32)
+    assert warps.lane_numbers().tolist() == [*range(32)] * 4
+    np.testing.assert_array_equal(warps.sums_to_here(numbers), np.tile(np.cumsum(numbers[:32]), 4))
+    assert (warps.total(numbers), warps.largest(numbers)) == (numbers[:32].sum(), numbers.max())
+    values = np.arange(100, 120, dtype=np.int32)
+    found = warps.gather(gpu.put(values), np.tile(np.arange(32), 4).astype(np.int32), 19)
+    np.testing.assert_array_equal(found, np.tile(values[np.minimum(np.arange(32), 19)], 4))
+
+
+def test_rows_of_latent_attention(gpu, monkeypatch):
+    monkeypatch.setattr(mla_rows.plgpu, "commit_smem", lambda: None)
+    lse, out = np.arange(64, dtype=np.float32), np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    lse_gmem, partial = gpu.put(np.zeros(100, np.float32)), gpu.put(np.zeros((64, 128), np.float32))
+    mla_rows.store_lse(gpu.put(lse, SHARED), lse_gmem, np.int32(7), np.int32(20))
+    np.testing.assert_array_equal(lse_gmem.get(), [*[0] * 7, *lse[:20], *[0] * 73])
+    geometry = SimpleNamespace(problem=SimpleNamespace(head_size=128))
+    mla_rows.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), 32, np.int32(20), geometry)
+    wanted = np.zeros((64, 128), np.float32)
+    wanted[:20, 32:64] = out[:20]
+    np.testing.assert_array_equal(partial.get(), wanted)
+
+
+def test_scalars_in_rows(gpu):
+    np.testing.assert_array_equal(lanes.in_each_lane(np.float32(-1.7)), np.full(64, -1.7, np.float32))
+    unused = gpu.put(np.array([7], np.float32), SHARED)
+    lanes.settle(InLayout(np.arange(64, dtype=np.float32), mgpu.WGMMA_ROW_LAYOUT), unused)
+    assert unused.get().item() == 7
