@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
+from tests.mutants_of_choices import MUTANTS_OF_CHOICES
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_groups import MUTANTS_OF_GROUPS
 from tests.mutants_of_hopper import MUTANTS_OF_HOPPER
@@ -42,6 +43,7 @@ ALL = (
     *MUTANTS_OF_MODELS,
     *MUTANTS_OF_KERNELS,
     *MUTANTS_OF_HOPPER,
+    *MUTANTS_OF_CHOICES,
     *MUTANTS_OF_PTX,
     *MUTANTS_OF_TRITON,
 )

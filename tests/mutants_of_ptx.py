@@ -124,4 +124,11 @@ MUTANTS_OF_PTX = [
         "mov.b32 number, 0; atom",
         _TESTS,
     ),
+    Mutant(
+        "ptx: a warp's share overwrites sums that other warps have not read",
+        "kernels/mosaic_gpu/mla/merge.py",
+        "    mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part\n",
+        "",
+        "tests/test_mosaic_gpu_merge.py -k latent",
+    ),
 ]

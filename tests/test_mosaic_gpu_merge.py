@@ -1,18 +1,11 @@
 """Tests the merge of partial results in registers (`hopper/merge.py` and its two callers) without a GPU.
 
-It is written in MLIR and PTX, so Pallas's interpreter replaces it. Here NumPy runs it: a value is an array with an
-element for each thread of a program, and an address is a place in an array of bytes.
+It is written in MLIR and PTX, so Pallas's interpreter replaces it. Here a warpgroup in NumPy runs it (`warpgroup.py`).
 """
 
-import re
-from types import SimpleNamespace
-from unittest import mock
-
-import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu.hopper import inline, merge
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Partials
 from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
 from paged_jax.kernels.mosaic_gpu.mla import merge as mla_merge
@@ -24,110 +17,14 @@ from paged_jax.options import PerHead
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_mla import problem_of
 from tests.test_mosaic_gpu_ragged_plan import planned
+from tests.warpgroup import SHARED, THREADS, Warpgroup
 
-THREADS = 128
 SINKS = np.array([-3, 2, 700, -900, 0, 1, -1, 5], np.float32)  # some hide all tokens, or have no weight
-
-ARITH = SimpleNamespace(
-    addi=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide, remui=np.mod, andi=np.logical_and,
-    addf=np.add, subf=np.subtract, mulf=np.multiply, divf=np.divide, maximumf=np.maximum, select=np.where,
-    CmpIPredicate=SimpleNamespace(eq=np.equal, slt=np.less, sge=np.greater_equal),
-    CmpFPredicate=SimpleNamespace(UNE=np.not_equal),
-    cmpi=lambda compare, x, y: compare(x, y), cmpf=lambda compare, x, y: compare(x, y),
-    index_cast=lambda _, x: x, extui=lambda _, x: x, extsi=lambda _, x: x,
-)  # fmt: skip
-
-
-class Gpu:
-    """Memory, and what runs the code of a program's threads on it."""
-
-    def __init__(self):
-        self.words, self.used = np.full(2**20, np.nan, np.float32), 16
-        self.turn, self.turns, self.carry, self.made = 0, 1, None, None
-
-    def put(self, array):
-        """Copies an array into memory, and returns its address."""
-        words = np.ascontiguousarray(array).reshape(-1).view(np.float32)
-        address, self.used = 4 * self.used, self.used + len(words) // 4 * 4 + 16
-        self.words[address // 4 :][: len(words)] = words
-        return address
-
-    def get(self, address, shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.words.view(np.uint8)[address : address + size].view(dtype).reshape(shape)
-
-    def run(self, function, *arguments):
-        """Runs a function with one loop in it. MLIR traces the loop once, so each run makes one turn of the loop."""
-        self.turn = 0
-        while self.turn < self.turns or self.turn == 0:
-            function(*arguments)
-            self.turn += 1
-
-    def loop(self, start, stop, step, carry):
-        self.turns = -(-int(stop) // step)
-        carried = self.carry if self.turn else carry
-        self.made = SimpleNamespace(induction_variable=start + self.turn * step, inner_iter_args=carried, body=None)
-        return self.made
-
-    def end_turn(self, carry):
-        self.made.results = self.carry = carry
-
-    def assembly(self, code, _, *operands, results=0):
-        """Runs PTX: loads, stores, conversions to 16 bits, exponentials and logarithms."""
-        registers = {f"${results + i}": np.broadcast_to(np.asarray(x), THREADS) for i, x in enumerate(operands)}
-        code = re.sub(r"\s+", " ", code).strip()
-        for line in code.removeprefix("{ ").removesuffix(" }").split(";"):
-            self._step(line.strip(), registers)
-        return [registers[f"${i}"] for i in range(results)]
-
-    def _step(self, line, registers):
-        if not line or line.startswith(".reg"):
-            return
-        guard, line = re.fullmatch(r"(?:@(\w+) )?(.*)", line).groups()
-        op, rest = line.split(" ", 1)
-        if op.startswith(("ld.", "st.")):
-            base, offset = re.search(r"\[(\$\d+)(?: \+ (\d+))?\]", rest).groups()
-            first = (registers[base] + int(offset or 0)) // 4
-            names = re.findall(r"\$\d+|\b[ab]\b", re.sub(r"\[.*?\]", "", rest))
-            for i, name in enumerate(names):
-                if op.startswith("ld."):
-                    registers[name] = self.words[first + i]
-                else:
-                    stores = registers[guard] if guard else np.ones(THREADS, bool)
-                    self.words[(first + i)[stores]] = registers[name][stores]
-            return
-        to, *args = (x.strip() for x in rest.split(","))
-        values = [registers.get(x, 0) for x in args]
-        if op == "setp.ne.b32":
-            registers[to] = values[0] != 0
-        elif pair := re.fullmatch(r"cvt\.rn\.(\w+)x2\.f32", op):
-            dtype = {"f16": np.dtype(np.float16), "bf16": dtype_of("bfloat16")}[pair[1]]
-            registers[to] = np.stack([x.astype(dtype) for x in reversed(values)], 1).view(np.float32)[:, 0]
-        else:
-            function = {"ex2.approx.ftz.f32": np.exp2, "lg2.approx.ftz.f32": np.log2}[op]
-            registers[to] = function(values[0])
 
 
 @pytest.fixture
 def gpu():
-    made = Gpu()
-    common = {"arith": ARITH, "ir": mock.MagicMock()}
-    callers = {
-        "inline": lambda *_, **__: lambda body: lambda *arguments: body(None, *arguments),
-        "address": lambda x: x,
-        "thread_index_read_again": lambda: np.arange(THREADS),
-        "arith": ARITH,
-    }
-    scf = SimpleNamespace(ForOp=made.loop, yield_=made.end_turn)
-    with (
-        np.errstate(all="ignore"),
-        mock.patch.object(mgpu, "c", lambda x, _: np.float32(x) if isinstance(x, float) else x),
-        mock.patch.object(mgpu.utils, "warpgroup_barrier"),
-        mock.patch.multiple(inline, **common),
-        mock.patch.multiple(merge, scf=scf, assembly=made.assembly, **common),
-        mock.patch.multiple(ragged_merge, **callers),
-        mock.patch.multiple(mla_merge, assembly=made.assembly, **callers),
-    ):
+    with Warpgroup().running() as made:
         yield made
 
 
@@ -147,10 +44,9 @@ def merged(out, log_sums, sink):
     return np.exp(log_sums - lse) @ out, lse
 
 
-def check(gpu, refs, expected, shape, dtype):
+def check(refs, expected):
     """Compares rows with {row: (out, lse)}; nothing may be written into the other rows."""
-    out = gpu.get(refs.out, shape, dtype_of(dtype)).astype(np.float64)
-    lse = gpu.get(refs.lse, shape[:-1], np.float32)
+    out, lse = refs.out.get().astype(np.float64), refs.lse.get()
     assert {tuple(row) for row in np.argwhere(~np.isnan(lse)).tolist()} == set(expected)
     for row, (wanted, wanted_lse) in expected.items():
         np.testing.assert_allclose(out[row], wanted, rtol=0.01, atol=1e-2, err_msg=str(row))
@@ -161,7 +57,7 @@ def check(gpu, refs, expected, shape, dtype):
 
 
 def scalars(*values):
-    return [SimpleNamespace(registers=np.array(x)) for x in values]
+    return [np.int32(x) for x in values]
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -170,7 +66,7 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
     geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
     kind, problem = geometry.kinds[of_kind], geometry.problem
-    query_tiles, num_queries = (2, 2 * kind.tokens) if kind.is_wide else (1, kind.tokens - 3)
+    query_tiles, num_queries = (2, kind.tokens + 5) if kind.is_wide else (1, kind.tokens - 3)
     first_token, first_partial, half = 2, 3, geometry.half_tokens
     places = first_partial + 2 * query_tiles * splits
     out, log_sums = partials_of(rng, (places, kind.halves, 64), 64)
@@ -184,7 +80,7 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
     )
     for number in range(-(-num_queries * 8 // geometry.merged_rows)):
         group = scalars(number, num_queries * 8, first_token, query_tiles, splits, first_partial)
-        gpu.run(ragged_merge.merge_rows, refs, ragged_merge.RowGroup(*group), kind)
+        ragged_merge.merge_rows(refs, ragged_merge.RowGroup(*group), kind)
     expected = {}
     for token, head in np.ndindex(num_queries, 8):
         tile, of_tile = divmod(token, kind.tokens)
@@ -192,7 +88,7 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
         at = slice(first, first + splits), of_tile // half, of_tile % half * 4 + head % 4
         expected[first_token + token, head] = merged(out[at], log_sums[at], SINKS[head] if has_sinks else None)
     assert any(np.isneginf(lse) for _, lse in expected.values())
-    check(gpu, refs, expected, shape, problem.query_dtype)
+    check(refs, expected)
 
 
 @pytest.mark.parametrize(("queues", "has_sinks"), [(8, True), (100, True), (100, False)])
@@ -215,12 +111,12 @@ def test_rows_of_latent_attention(gpu, queues, has_sinks):
         gpu.put(np.full(shape, np.nan, dtype_of("bfloat16"))),
         gpu.put(np.full(shape[:-1], np.nan, np.float32)),
     )
-    sums_smem = gpu.put(np.zeros(THREADS * 6, np.float32))
+    sums_smem = gpu.put(np.zeros(THREADS * 6, np.float32), SHARED)
     fields = mla_merge.RowBlock(*scalars(first_partial, num_splits, row, num_rows, block))
     for part in range(0, num_rows, mla_merge.parts_of_program(geometry)):
-        gpu.run(mla_merge.merge_parts, refs, fields, *scalars(part), sums_smem, geometry)
+        mla_merge.merge_parts(refs, fields, *scalars(part), sums_smem, geometry)
     expected = {}
     for i in range(num_rows):
         sink = SINKS[(row + i) % 8] if has_sinks else None
         expected[(row + i,)] = merged(out[places, block, i], log_sums[places, block, i], sink)
-    check(gpu, refs, expected, shape, "bfloat16")
+    check(refs, expected)

@@ -96,6 +96,16 @@ class Run:
     def vector_from_elements(self, _, operands, __):
         return [np.stack([np.broadcast_to(x, THREADS) for x in operands], 1)]
 
+    def llvm_mlir_undef(self, op, _, __):
+        type_ = op.results[0].type
+        return [np.zeros((THREADS, *type_.shape), _dtype(type_.element_type))]
+
+    def vector_insert(self, op, operands, _):
+        x, into = operands
+        result = into.copy()
+        result[..., op.attributes["static_position"][0]] = x
+        return [result]
+
     def nvvm_shfl_sync(self, op, operands, _):
         x = np.broadcast_to(operands[1], THREADS)
         assert "bfly" in str(op.attributes["kind"])
