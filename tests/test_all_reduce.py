@@ -261,7 +261,7 @@ def test_other_models_leave_sums_to_xla(change, why, caplog, monkeypatch):
     assert f"the model has {why}" in caplog.text
 
 
-@pytest.mark.parametrize(("size", "is_wanted", "is_taken"), [(2, None, True), (4, None, False), (4, True, True)])
+@pytest.mark.parametrize(("size", "is_wanted", "is_taken"), [(4, None, True), (8, None, False), (8, True, True)])
 def test_more_gpus_than_were_tested_are_asked_for(size, is_wanted, is_taken, caplog, monkeypatch):
     monkeypatch.setattr(all_reduce, "lacks", lambda *_: None)
     caplog.set_level(logging.INFO, "examples.sharding")
