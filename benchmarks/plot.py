@@ -42,7 +42,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
     axes.set_title(f"{report['op']}, {report['gpu']}, {report['date']}, commit {(report['commit'] or '?')[:7]}")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(out, dpi=144)
+    figure.savefig(out, dpi=100)
 
 
 def _what_is_all(op: str, ceiling: dict[str, Any]) -> str:

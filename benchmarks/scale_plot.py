@@ -62,7 +62,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
         axes.grid(color="0.9")
     figure.suptitle(f"{report['gpu']}, {report['date']}, jax {report['jax']}")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(out, dpi=144)
+    figure.savefig(out, dpi=100)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

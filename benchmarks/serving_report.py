@@ -123,7 +123,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
         axes.grid(color="0.9")
     figure.suptitle(f"{report['model']}, {report['gpu']}, {report['date']}, commit {(report['commit'] or '?')[:7]}")
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(out, dpi=144)
+    figure.savefig(out, dpi=100)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
