@@ -196,6 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     the_engine, prompts = make_engine(args, proposer)
     print(f"the engine has started in {time.perf_counter() - began:.1f} s", flush=True)
+    measured = the_engine.measure_steps(the_engine.config.max_model_len)
+    steps = [
+        {"num_tokens": shape.num_tokens, "is_verify": shape.is_verify, "is_decode": shape.is_decode, "ms": 1e3 * each}
+        for shape, each in measured.items()
+    ]
+    for step in steps:
+        name = "decodes" if step["is_decode"] else "verifies" if step["is_verify"] else "computes prompts"
+        print(f"a step of {step['num_tokens']} tokens that {name}: {step['ms']:.2f} ms", flush=True)
     for text in TEXTS:
         for num_seqs in args.num_seqs:
             row = measure(the_engine, proposer, text, prompts[:num_seqs], args.max_tokens, args.repeats)
@@ -208,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if args.out:
         report = {"op": "speculation", "model": args.model, "device": jax.devices()[0].device_kind}
-        report |= {"environment": environment(), "rows": [dataclasses.asdict(row) for row in rows]}
+        report |= {"environment": environment(), "steps": steps, "rows": [dataclasses.asdict(row) for row in rows]}
         args.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

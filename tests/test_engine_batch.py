@@ -65,6 +65,16 @@ def test_a_measured_step_has_no_more_prompts_than_a_real_one(num_prompts, contex
     assert (parts["seats"] == 4).all(), "no seat gets a token"
 
 
+@pytest.mark.parametrize(("num_tokens", "starts"), [(5, [0, 3, 5, 5, 5]), (20, [0, 5, 10, 15, 20]), (1, [0] * 5)])
+def test_a_measured_step_that_verifies_is_full_of_drafts(num_tokens, starts):
+    """It draws a token after each of its tokens, so it may have more logits than rows."""
+    shape = StepShape(num_tokens, 4, 5, False, min(4, num_tokens // 2), is_verify=True)
+    parts = shape.split(pack_made_up(shape, 9, [16], 4, 4))
+    assert parts["query_start_loc"].tolist() == starts
+    assert parts["seq_lens"].tolist() == [9 if count else 0 for count in np.diff(starts)]
+    assert parts["logit_rows"].tolist() == [0] * num_tokens
+
+
 def test_a_decode_batch_needs_no_query_starts():
     """A loop without an engine leaves out the query starts; rows of padding come last and have no token."""
     arrays = [np.zeros(3, np.int32)] * 3 + [np.zeros((3, 2), np.int32), np.array([5, 3, 0], np.int32)]

@@ -81,7 +81,7 @@ def pack_made_up(
     parts["row_blocks"][:] = [rng.integers(0, count, shape.num_rows) for count in num_blocks]
     parts["seats"][:] = num_seats
     rows = np.arange(shape.num_rows + 1)
-    row_len = min(context_len, -(-shape.num_tokens // shape.num_rows) if shape.is_verify else context_len)
+    row_len = min(context_len, -(-shape.num_tokens // max(shape.num_prompts, 1)) if shape.is_verify else context_len)
     starts = rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * row_len, shape.num_tokens)
     counts = np.diff(starts)
     if shape.num_prefixes:  # all rows share one prefix, which is as long as it can be
@@ -91,5 +91,5 @@ def pack_made_up(
         )
     parts["query_start_loc"][:] = starts
     parts["seq_lens"][:] = np.where(counts > 0, context_len, 0) if shape.is_decode or shape.is_verify else counts
-    parts["logit_rows"][:] = rows[:-1] * 0 if shape.is_verify else np.where(counts > 0, starts[1:] - 1, 0)
+    parts["logit_rows"][:] = 0 if shape.is_verify else np.where(counts > 0, starts[1:] - 1, 0)
     return packed
