@@ -45,15 +45,16 @@ class Router(nnx.Linear):
         self.correction = nnx.Param(jnp.zeros(num_experts, jnp.float32)) if config.experts.has_correction else None
 
     def __call__(
-        self, hidden: Float[Array, "num_tokens hidden_size"]
+        self, hidden: Float[Array, "num_rows hidden_size"], num_tokens: int | None = None
     ) -> tuple[Int32[Array, "num_tokens k"], Float32[Array, "num_tokens k"]]:
-        """Gives each token's experts and their weights."""
+        """Gives the experts and their weights of each token: of all rows, or of the first `num_tokens`."""
         config = self.config
         kernel = self.kernel[...]
         # The tokens are rounded, too: products of float32 would take longer than attention.
         precision = "highest" if kernel.dtype == jnp.float32 else None
         options = {"precision": precision, "preferred_element_type": jnp.float32}
-        logits = jnp.dot(hidden.astype(kernel.dtype), kernel, **options)
+        # XLA compiles a product of one row badly, so the rows of padding are left out after it.
+        logits = jnp.dot(hidden.astype(kernel.dtype), kernel, **options)[:num_tokens]
         logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
         # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
         is_plain = config.num_groups == 1 and self.correction is None
@@ -310,7 +311,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, hidden: Array, num_tokens: int | None = None) -> Array:
         """Computes `[num_tokens, hidden_size]`; rows from `num_tokens` on are padding, whose experts cost nothing."""
         hidden = hidden.astype(self.dtype)
-        experts, weights = (x[:num_tokens] for x in self.router(hidden))  # XLA compiles a product of one row badly
+        experts, weights = self.router(hidden, num_tokens)
         out = self.experts(hidden[:num_tokens], experts, weights)
         out = jnp.pad(out, ((0, hidden.shape[0] - out.shape[0]), (0, 0))).astype(self.dtype)
         return out if self.shared is None else out + self.shared(hidden)  # pyright: ignore[reportCallIssue]
