@@ -1,4 +1,4 @@
-"""Compiles all programs of an engine at the same time, with a progress bar."""
+"""Compiles the programs of an engine in threads, while further ones are lowered, with a progress bar."""
 
 import collections.abc
 import concurrent.futures
@@ -12,28 +12,39 @@ _COMPILERS = 8  # how many threads compile at the same time
 type CompilerOptions = dict[str, Any] | collections.abc.Callable[[int], dict[str, Any]]
 
 
-def compile_all(lowered: dict[Any, Any], options: CompilerOptions | None, show_progress: bool) -> dict[Any, Any]:
-    """Compiles lowered programs, by their names.
+class Compiler:
+    """Compiles lowered programs at the same time. As a context it ends its threads.
 
     Args:
-      lowered: the programs.
       options: XLA's options, or a function as `Engine` takes it.
-      show_progress: whether a bar on stderr shows how many are compiled; it needs the package rich.
-
-    Returns:
-      The compiled programs.
+      show_progress: whether a bar on stderr shows how many programs are compiled; it needs the package rich.
     """
-    with (
-        concurrent.futures.ThreadPoolExecutor(_COMPILERS) as compilers,
-        _progress(show_progress, len(lowered)) as advance,
-    ):
-        futures = {
-            name: compilers.submit(program.compile, options_of(name, options)) for name, program in lowered.items()
-        }
-        for future in concurrent.futures.as_completed(futures.values()):
-            future.result()
-            advance()
-    return {name: future.result() for name, future in futures.items()}
+
+    def __init__(self, options: CompilerOptions | None, show_progress: bool):
+        self._options, self._show_progress = options, show_progress
+        self._threads = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+        self._programs: dict[Any, concurrent.futures.Future] = {}
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self._programs
+
+    def add(self, name: Any, lowered: Any) -> None:
+        """Starts to compile a lowered program, and returns at once."""
+        self._programs[name] = self._threads.submit(lowered.compile, options_of(name, self._options))
+
+    def finish(self) -> dict[Any, Any]:
+        """Waits for all programs, and returns them by their names."""
+        with _progress(self._show_progress, len(self._programs)) as advance:
+            for future in concurrent.futures.as_completed(self._programs.values()):
+                future.result()
+                advance()
+        return {name: future.result() for name, future in self._programs.items()}
 
 
 def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ from paged_jax.engine.arrays import (
 )
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import Pairs
-from paged_jax.engine.compiling import CompilerOptions, compile_all
+from paged_jax.engine.compiling import Compiler, CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.pack import pack, pack_made_up
@@ -51,8 +51,6 @@ from paged_jax.engine.weights import check_weights
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
-
-type Programs = dict[Any, Any]
 
 
 @dataclasses.dataclass
@@ -283,30 +281,31 @@ class Runner:
         """The shape of decode steps of so many rows that share prefixes."""
         return shape._replace(num_prefixes=self.config.max_shared_prefixes)
 
-    def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
-        kinds = Kind.all_of(self.config.max_logprobs, self.config.adjustments)
-        pairs = (jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32)),) * len(self.groups)
-        copy, swap = partial(copy_all, groups=self.groups), partial(swap_all, groups=self.groups)
-        lowered: Programs = {"copy": jax.jit(copy, donate_argnums=0).lower(self._caches, pairs)}
-        entry = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
-        entries = (entry,) * len(self.groups)
+    def _compile(self, show_progress: bool, options: CompilerOptions | None) -> dict[Any, Any]:
+        pairs = (jax.ShapeDtypeStruct((_PAIRS, 2), np.int32),) * len(self.groups)
+        entries = (jax.ShapeDtypeStruct((_ENTRIES, 3), np.int32, sharding=self._replicated),) * len(self.groups)
+        copy = jax.jit(partial(copy_all, groups=self.groups), donate_argnums=0)
+        swap = jax.jit(partial(swap_all, groups=self.groups), donate_argnums=1)
         change = jax.jit(change_tables, donate_argnums=0, out_shardings=self._replicated)
-        lowered["tables"] = change.lower(self._tables, entries)
-        if self.config.num_host_blocks:
-            lowered["swap_out"] = jax.jit(swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
-            lowered["swap_in"] = jax.jit(swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
-        for shape in self._shapes():
-            lowered[shape] = self._lower_model(shape)
-            *_, logits, draws = lowered[shape].out_info
-            if not self.vocab_size:
-                self.vocab_size = logits.shape[1]
-                self._make_adjustments(logits)
-            for kind in kinds:
-                if (shape.num_logits, kind) not in lowered and not (shape.is_verify and kind.is_adjusted):
-                    lowered[shape.num_logits, kind] = self._lower_draw(kind, logits, draws)
-        if self.config.adjustments:
-            lowered["adjust"] = self._lower_adjust()
-        return compile_all(lowered, options, show_progress)
+        with Compiler(options, show_progress) as compiler:
+            for shape in self._shapes():
+                model = self._lower_model(shape)
+                compiler.add(shape, model)
+                *_, logits, draws = model.out_info
+                if not self.vocab_size:
+                    self.vocab_size = logits.shape[1]
+                    self._make_adjustments(logits)
+                for kind in Kind.all_of(self.config.max_logprobs, self.config.adjustments):
+                    if (shape.num_logits, kind) not in compiler and not (shape.is_verify and kind.is_adjusted):
+                        compiler.add((shape.num_logits, kind), self._lower_draw(kind, logits, draws))
+            compiler.add("copy", copy.lower(self._caches, pairs))
+            compiler.add("tables", change.lower(self._tables, entries))
+            if self.config.num_host_blocks:
+                compiler.add("swap_out", swap.lower(self._caches, self._host_caches, pairs))
+                compiler.add("swap_in", swap.lower(self._host_caches, self._caches, pairs))
+            if self.config.adjustments:
+                compiler.add("adjust", self._lower_adjust())
+            return compiler.finish()
 
     def _lower_model(self, shape: StepShape) -> Any:
         windows = tuple(group.sliding_window for group in self.groups)
