@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in what the GPU implementations choose."""
+"""The bugs that `tests.mutants` makes on purpose in choices: those of GPU implementations, and how operands are split."""
 
 from tests.mutants_made import Mutant
 
@@ -67,5 +67,47 @@ MUTANTS_OF_CHOICES = [
         "min(per_seq, problem.max_query_len, most // heads)",
         "min(per_seq, most // heads)",
         _TESTS,
+    ),
+    Mutant(
+        "splits: blocks are split under block-sparse patterns",
+        "_splits.py",
+        "options.sliding_window, options.block_sparse))",
+        "options.sliding_window,))",
+        "tests/test_context_parallel.py -k distances",
+    ),
+    Mutant(
+        "splits: blocks of v2 are split, and so are its partitions",
+        "_splits.py",
+        '"paged_attention_v2": _Rule("n h g"',
+        '"paged_attention_v2": _Rule("b n h g"',
+        "tests/test_context_parallel.py -k partitions",
+    ),
+    Mutant(
+        "splits: blocks of a swap are split",
+        "_splits.py",
+        '"swap_blocks": _Rule("any", ',
+        '"swap_blocks": _Rule("any b", ',
+        "tests/test_partition_unlike.py -k swap",
+    ),
+    Mutant(
+        "splits: written pools do not vary as their scales do",
+        "_splits.py",
+        'written |= {half, f"{half[0]}_scale", f"src_{half}_cache"}',
+        'written |= {half, f"src_{half}_cache"}',
+        "tests/test_splits.py -k table",
+    ),
+    Mutant(
+        "splits: devices that share a sequence's blocks have other sequences",
+        "_splits.py",
+        ' | {"b"}\n',
+        "\n",
+        "tests/test_splits.py -k table",
+    ),
+    Mutant(
+        "metadata: the first decode row may have two tokens",
+        "metadata.py",
+        "(np.arange(len(query_lens)) >= num_prefills)",
+        "(np.arange(len(query_lens)) > num_prefills)",
+        "tests/test_metadata.py -k settles",
     ),
 ]

@@ -92,6 +92,13 @@ def test_blocks_may_be_split(op, axis_type):
             np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])  # the same bits on every device
 
 
+def test_blocks_of_partitions_are_gathered():
+    """Partitions are those of whole sequences."""
+    fun, names, arrays = without_distances("paged_attention_v2")
+    placed = place(arrays, specs_of("paged_attention_v2", names), make_mesh(AxisType.Explicit))
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
+
+
 @pytest.mark.parametrize("seqs", ["dp", "dcp"])
 def test_sequences_are_split_over_other_devices(seqs):
     """Devices that share a sequence's blocks must have the same sequences: over "dcp" these are gathered."""
@@ -226,7 +233,14 @@ def test_copies_go_from_device_to_device():
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(key_cache, jnp.uint8), wanted)
 
 
-@pytest.mark.parametrize("option", [{"sliding_window": 3}, {"alibi_slopes": ARRAYS["alibi_slopes"]}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sliding_window": 3},
+        {"alibi_slopes": ARRAYS["alibi_slopes"]},
+        {"block_sparse": paged_jax.BlockSparse(1, 3, 4)},
+    ],
+)
 def test_options_about_distances_still_hold(option):
     """With these the pool is gathered, as its blocks cannot be split."""
     arrays = [ARRAYS[name] for name in ("query", *POOLS[:2], "block_tables", "seq_lens")]

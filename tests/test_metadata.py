@@ -85,6 +85,8 @@ def test_num_prefills_settles_what_a_row_of_one_token_is():
     assert (metadata.max_query_len, metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == (3, 3, 4)
     with pytest.raises(ValueError, match="row 1: query length 3 after 0 prefill rows"):
         build_metadata(tables, seq_lens, query_lens, 4)
+    with pytest.raises(ValueError, match="row 1: query length 3 after 1 prefill rows"):
+        build_metadata(tables, seq_lens, query_lens, 4, num_prefills=1)
     one = build_metadata([[1]], [1], [1], 4, num_prefills=1)
     assert (one.num_prefills, one.max_query_len, one.max_prefill_seq_len, one.max_decode_seq_len) == (1, 1, 1, 0)
 

@@ -79,6 +79,12 @@ def test_blocks_go_to_where_the_destination_of_a_swap_lies(is_split):
     assert [x.sharding.is_fully_replicated for x in jax.tree.leaves(results)] == [not is_split] * 2
 
 
+def test_blocks_of_a_swap_are_not_split():
+    fun, names, arrays = bind("swap_blocks")
+    placed = place(arrays, [P("dp") if "cache" in name else P() for name in names], make_mesh())
+    assert_same(jax.jit(fun)(*placed), expected("swap_blocks"))
+
+
 @pytest.mark.parametrize("op", ["ragged_paged_attention", "paged_attention"])
 def test_a_batch_of_calls_that_is_split_by_its_type(op):
     fun, names, arrays = bind(op)

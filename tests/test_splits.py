@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from paged_jax import _splits, _validate
+from tests import split_tables
 
 NUM_SEQS, NUM_KV_HEADS = 6, 4
 
@@ -33,6 +34,11 @@ def test_a_factor_is_split_only_into_even_parts(size, chosen):
 def test_a_group_is_split_only_where_a_device_has_one_kv_head(kv_parts, group):
     specs = dict.fromkeys(("key_cache", "value_cache"), P(None, "a")) | {"query": P(None, ("a", "b"))}
     assert choose(specs, {"a": kv_parts, "b": 2}) == {"h": ("a",), "g": group, "n": (), "b": ()}
+
+
+def test_ops_are_split_as_the_table_says():
+    kept = split_tables.KEPT.read_text(encoding="utf-8").splitlines()
+    assert split_tables.table().splitlines() == kept, "python -m tests.split_tables > tests/split_tables.txt"
 
 
 def test_operands_without_a_sharding_are_not_split():
