@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in choices: those of GPU implementations, and how operands are split."""
+"""The bugs that `tests.mutants` makes on purpose in choices: of GPU implementations, and of how operands are split."""
 
 from tests.mutants_made import Mutant
 
