@@ -18,6 +18,7 @@ import numpy as np
 from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.prefix import extend_hashes
 from tests.engine_checks import check_blocks, tokens_of, without_void
+from tests.engine_ledger import Ledger
 from tests.engine_simulation import Clairvoyant, make_engine
 from tests.simulated_tokens import VOCAB, Rules, expected_scores, expected_tokens
 
@@ -53,6 +54,7 @@ class Story:
       salt: the salt of the present weights.
       continuing, restarting: samples that get other weights in the next step, unless the last one's tokens end them.
       seen: counts of what happened.
+      ledger: follows the engine's statistics.
       share_adjusted: the share of requests whose logits are changed. Steps with such requests have no drafts.
     """
 
@@ -61,6 +63,7 @@ class Story:
     requests: dict[int, tuple[list[int], SamplingParams]]
     deltas: list
     seen: dict[str, int]
+    ledger: Ledger
     share_adjusted: float = 0.0
     salts: dict[tuple[int, int], dict[int, int]] = dataclasses.field(default_factory=dict)
     salt: int = 0
@@ -128,8 +131,10 @@ class Story:
                     raise how
 
             self.engine._runner.interrupt = interrupt
+        self.ledger.before_step()
         try:
             deltas = self.engine.step()
+            self.ledger.take(deltas)
             self.deltas += deltas
             ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
             self.seen["restarted"] += sum(delta.is_restarted for delta in deltas)
@@ -158,6 +163,7 @@ class Story:
                     updated = self.continuing if running == "continue" else self.restarting
                     updated.add((request_id, sequence.index))
         self.engine.update_weights({"salt": self.salt}, running=running)
+        self.ledger.note_update(running == "restart")
         assert self.engine._blocks.counts() == (self.engine._blocks.num_blocks, 0, 0)
         self.seen["updated"] += 1
         self.check()
@@ -178,6 +184,8 @@ class Story:
         """Resets the engine, whose requests are lost."""
         self.count()
         self.engine.reset()
+        self.ledger.restart()
+        self.ledger.check()
         self.requests, self.deltas, self.void = {}, [], set()
         self.restarting.clear(), self.continuing.clear()
 
@@ -195,6 +203,8 @@ class Story:
     def check(self):
         """Checks what must hold after every call."""
         check_cached(self.engine)
+        if self.ledger.num_steps % 4 == 0:
+            self.ledger.check()
         states = [manager.state for manager in self.engine._blocks.managers]
         self.seen["behind"] += sum(int(((s.seq_lens > 0) & (s.block_tables[:, 0] < 0)).sum()) for s in states)
 
@@ -202,6 +212,7 @@ class Story:
         """Runs until all requests are finished; each must get the tokens that it gets alone."""
         while self.engine.has_work or self.engine._launched is not None:
             self.step()
+        self.ledger.check()
         counts = self.engine._blocks.counts()
         assert counts.held == 0
         assert sorted(self.engine._scheduler.seats.free) == list(range(self.engine.config.max_num_seqs))
@@ -288,7 +299,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
     engine._runner.num_shards = draw.choice([1, 1, 2])  # devices that the pool's blocks are split over
     sizes = [draw.randint(3, max(4, 2 * longest // block_size)) for _ in engine._groups]
     engine.reset(dataclasses.replace(config, num_blocks=draw.choice([tuple(sizes), sizes[0]])))
-    story = Story(engine, draw, {}, [], seen, draw.choice([0.0, 0.8]))
+    story = Story(engine, draw, {}, [], seen, Ledger(engine), draw.choice([0.0, 0.8]))
     for _ in range(draw.randint(5, 40)):
         draw.choices([story.add, story.step, story.cancel, story.update, story.reset], [5, 10, 1, 0.8, 0.1])[0]()
     story.end()

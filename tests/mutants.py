@@ -19,11 +19,13 @@ import time
 from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
+from tests.mutants_of_answers import MUTANTS_OF_ANSWERS
 from tests.mutants_of_choices import MUTANTS_OF_CHOICES
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_groups import MUTANTS_OF_GROUPS
 from tests.mutants_of_hopper import MUTANTS_OF_HOPPER
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
+from tests.mutants_of_limits import MUTANTS_OF_LIMITS
 from tests.mutants_of_models import MUTANTS_OF_MODELS
 from tests.mutants_of_ptx import MUTANTS_OF_PTX
 from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
@@ -37,9 +39,11 @@ ALL = (
     *MUTANTS,
     *MUTANTS_OF_SCHEDULER,
     *MUTANTS_OF_ENGINE,
+    *MUTANTS_OF_LIMITS,
     *MUTANTS_OF_GROUPS,
     *MUTANTS_OF_TEXT,
     *MUTANTS_OF_SERVER,
+    *MUTANTS_OF_ANSWERS,
     *MUTANTS_OF_MODELS,
     *MUTANTS_OF_KERNELS,
     *MUTANTS_OF_HOPPER,

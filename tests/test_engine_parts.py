@@ -129,6 +129,18 @@ def test_a_swap_is_estimated_both_ways(rate, is_swapped, prefix_caching):
     assert scheduler._should_swap(sequence) == is_swapped
 
 
+def test_a_swap_is_estimated_over_all_groups_of_layers():
+    """Each group's blocks have their own size; the group that sees the most says what others hold, too."""
+    wide, narrow = BlockManager(9, 4, 3, 9, 0, False), BlockManager(9, 4, 3, 9, 0, False, sliding_window=4)
+    blocks = Pools([wide, narrow], [10, 1000])
+    blocks.append({0: 12})
+    blocks.fork(0, 1)
+    narrow.release_behind(narrow.find_behind())
+    assert (len(wide.table(0)), len(narrow.table(0))) == (3, 1)
+    assert blocks.swapped_bytes(0) == 3 * 10 + 1000
+    assert (blocks.count_shared(0), narrow.count_shared(0), blocks.count_shared(2)) == (3, 1, 0)
+
+
 def test_cached_blocks_of_a_sequence_that_is_shortened_can_be_evicted():
     blocks = BlockManager(4, 4, 2, 4, 0, True)
     blocks.append({0: 13})

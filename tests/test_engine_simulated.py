@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import itertools
+import random
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.plan import Plan
 from tests import engine_walk
 from tests.engine_checks import drain, tokens_of
-from tests.engine_simulation import make_engine
+from tests.engine_simulation import Clairvoyant, make_engine
 from tests.simulated_tokens import VOCAB, expected_tokens
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=8)
@@ -86,12 +88,45 @@ def test_the_rate_is_that_of_tokens(monkeypatch):
     """A step takes a second here."""
     monkeypatch.setattr("paged_jax.engine.engine.time.perf_counter", itertools.count().__next__)
     engine = make_engine(64, 4, CONFIG)
+    fresh = engine.stats()
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, n=3))
     num_steps = 0
     while engine.has_work:
         engine.step()
         num_steps += 1
     assert engine.stats().tokens_per_second == pytest.approx(12 / num_steps)
+    engine.reset()
+    assert engine.stats() == fresh
+
+
+def test_a_reset_forgets_what_was_counted():
+    proposer = Clairvoyant(random.Random(0), 1.0)
+    engine = make_engine(64, 4, dataclasses.replace(CONFIG, max_draft_tokens=3), proposer=proposer)
+    proposer.engine, fresh = engine, engine.stats()
+    engine.generate([[1, 2, 3] * 3] * 2, SamplingParams(max_tokens=40))
+    stats = engine.stats()
+    assert stats.num_accepted_tokens > 0
+    changed = {name for name, value in vars(stats).items() if value != getattr(fresh, name)}
+    assert changed >= {"num_draft_tokens", "num_steps", "num_prompt_tokens", "num_output_tokens", "hit_rate"}
+    engine.reset()
+    assert engine.stats() == fresh
+
+
+def test_an_engine_is_empty_while_it_is_measured():
+    """A measured step overwrites blocks, so that none may be found afterwards."""
+    engine = make_engine(64, 4, CONFIG)
+    engine.generate([list(range(5)) * 3], SamplingParams(max_tokens=2))
+    assert engine.stats().cached_blocks == 4
+    engine._runner.measure = lambda context_len, repeats: (context_len, repeats, engine._blocks.counts())
+    assert engine.measure_steps(7) == (7, 8, (64, 0, 0))
+
+
+def test_the_time_of_a_step_is_a_mean(monkeypatch):
+    monkeypatch.setattr("paged_jax.engine.runner.time", SimpleNamespace(perf_counter=iter([1.0, 9.0]).__next__))
+    engine = make_engine(64, 4, CONFIG)
+    runner, shape = engine._runner, engine._runner._shapes()[0]
+    runner._replicated, runner._shapes, runner._run = None, lambda: [shape], lambda *_: 0
+    assert runner.measure(5, 4) == {shape: 2.0}
 
 
 def test_requests_without_a_seed_get_fresh_randomness():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -178,7 +179,8 @@ def test_content_types(content_type, is_let_in):
 
 
 def test_request_ids():
-    assert ask(Access(), x_request_id="my-id.7").headers["x-request-id"] == "my-id.7"
+    for sent in ("my-id.7", "A_b:9", "x" * 128):
+        assert ask(Access(), x_request_id=sent).headers["x-request-id"] == sent
     ids = {ask(Access(), x_request_id=sent).headers["x-request-id"] for sent in (None, "", "a b", "x" * 129, b"\xe9")}
     assert len(ids) == 5
     assert all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in ids)
@@ -186,15 +188,18 @@ def test_request_ids():
     assert (refused.status_code, refused.headers["x-request-id"]) == (401, "7")
 
 
-def test_the_access_log(caplog):
+def test_the_access_log(caplog, monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter([1.0, 1.25, 2.0, 2.004]).__next__)
+    monkeypatch.setattr("examples.server.middleware.time", clock)
     caplog.set_level(logging.INFO, "paged_jax.access")
     ask(Access(is_logged=True), x_request_id="7")
     ask(Access(is_logged=True, api_keys=("secret",)), path="/v1/%0a%C3%A9", authorization="Bearer wrong")
     lines = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/x 200 \d+ ms 7", lines[0])
-    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/\?\\xe9 401 \d+ ms \w{32}", lines[1])
+    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/x 200 250 ms 7", lines[0])
+    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/\?\\xe9 401 4 ms \w{32}", lines[1])
     assert len(lines) == 2
     caplog.clear()
+    monkeypatch.undo()
     ask(Access())
     assert not caplog.records
 

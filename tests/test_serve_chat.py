@@ -1,5 +1,6 @@
 """Tests chat templates: those of folders and the default one, and what their sandbox refuses."""
 
+import datetime
 import json
 
 import pytest
@@ -117,5 +118,25 @@ def test_more_names_for_a_template():
     template = ChatTemplate("{{ messages[0].content }}{{ enable_thinking }}", {"bos_token": ""})
     assert template.render(MESSAGES, more={"enable_thinking": False}) == "HiFalse"
     for name in ("messages", "bos_token", "tools"):
+        with pytest.raises(TemplateError, match=f"cannot have {name}"):
+            template.render(MESSAGES, more={name: "x"})
+
+
+def test_what_a_template_may_use():
+    """The date, loops that skip, and special tokens that the model lacks."""
+    now = datetime.datetime.now()
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(MESSAGES) in (str(now.year), str(now.year + 1))
+    source = "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(source).render(MESSAGES * 2) == "user"
+    assert not ChatTemplate("").adds_special_tokens
+
+
+def test_special_tokens_that_a_folder_lacks_are_empty(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"unk_token": "<unk>"}')
+    names = "bos_token", "eos_token", "pad_token", "unk_token"
+    (tmp_path / "chat_template.jinja").write_text("{{ " + " + '.' + ".join(names) + " }}")
+    template = load_template(tmp_path)
+    assert template.render(MESSAGES) == "...<unk>"
+    for name in names:
         with pytest.raises(TemplateError, match=f"cannot have {name}"):
             template.render(MESSAGES, more={name: "x"})

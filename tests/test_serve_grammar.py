@@ -204,3 +204,32 @@ def test_fields_that_change_logits(client):
     for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 1}, {"repetition_penalty": 2}):
         assert set(ask(logit_bias=q, **penalty).text) == {"q", "z"}, penalty
     assert ask(temperature=2, min_p=1).text == plain.text
+
+
+def test_every_field_that_restricts_an_answer():
+    """One grammar is read in each of vLLM's forms; what is empty or false restricts nothing."""
+    schema, texts = {"type": "integer"}, {"regex": "a+", "grammar": "start: /a/"}
+    for kind, value, read in [
+        ("json", schema, ("json_schema", json.dumps(schema))),
+        ("json", json.dumps(schema), ("json_schema", json.dumps(schema))),
+        ("choice", ["x", "y"], ("choice", '["x", "y"]')),
+        *((kind, text, (kind, text)) for kind, text in texts.items()),
+    ]:
+        assert read_grammar({f"guided_{kind}": value}) == (*read, f"guided_{kind}")
+        assert read_grammar({"structured_outputs": {kind: value}}) == (*read, kind)
+    any_object = "json_schema", '{"type": "object"}'
+    assert read_grammar({"structured_outputs": {"json_object": True}}) == (*any_object, "structured_outputs")
+    assert read_grammar({"structured_outputs": {"json_object": False}}) is None
+    assert read_grammar({"response_format": {"type": "json_object"}}) == (*any_object, "response_format")
+    assert read_grammar({"response_format": {}}) is None
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert read_grammar({"response_format": wanted}) == ("json_schema", json.dumps(schema), "response_format")
+
+
+def test_each_token_that_ends_a_text_may_end_a_grammar_s():
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    state = Grammars(tokenizer, (255, 256)).mask(Grammar("regex", "a?", "regex")).start()
+    words = np.zeros(9, np.uint32)
+    state.fill(words)
+    allowed = [token for token in range(288) if words[token // 32] >> np.uint32(token % 32) & 1]
+    assert allowed == [ord("a"), 255, 256]

@@ -85,3 +85,25 @@ def test_buckets_fit_language_models(name, least, most):
     assert bounds[0] <= least
     assert bounds[-2] >= most
     assert sum(least <= bound <= most for bound in bounds) >= 12
+
+
+def test_every_statistic_is_shown():
+    """Each under its own name, with the number that it has."""
+    names = [field.name for field in dataclasses.fields(Stats) if field.name != "pools"]
+    stats = Stats(**{name: 10.0 + i for i, name in enumerate(names)} | {"hit_rate": 0.3, "pools": POOLS})
+    the_metrics = metrics.Metrics()
+    the_metrics.update(stats, True)
+    found = {name: value for name, value in values_of(the_metrics).items() if "_seconds_" not in name}
+    found = {name: value for name, value in found.items() if not name.endswith("_created")}
+    counted = {"looked_up_tokens", "shared_tokens", "recomputed", "swapped", "steps", "prompt_tokens", "output_tokens"}
+    counted |= {"draft_tokens", "accepted_tokens"}
+    shown = {name.removeprefix("num_"): getattr(stats, name) for name in names}
+    expected = {f"paged_jax_{name}" + "_total" * (name in counted): value for name, value in shown.items()}
+    expected |= {"paged_jax_hit_tokens_total": round(0.3 * stats.num_looked_up_tokens), "paged_jax_is_well": 1}
+    for window, pool in (("all", POOLS[0]), ("9", POOLS[1])):
+        states = {"free": pool.free_blocks, "cached": pool.cached_blocks, "held": pool.held_blocks}
+        for state, count in states.items():
+            expected[f'paged_jax_pool_blocks{{state="{state}",window="{window}"}}'] = count
+        expected[f'paged_jax_pool_usage{{window="{window}"}}'] = pool.held_blocks / sum(states.values())
+    assert found == expected
+    assert round(0.3 * stats.num_looked_up_tokens) != int(0.3 * stats.num_looked_up_tokens)

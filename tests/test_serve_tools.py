@@ -223,3 +223,39 @@ def test_a_conversation_with_results_of_tools(client):
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "call_1", "content": "done"})
     assert ask(client, messages=messages, max_tokens=1).choices[0].finish_reason == "length"
+
+
+def test_the_schema_of_a_call():
+    """Both words for definitions stand at the schema's root, where references begin."""
+    for word in ("$defs", "definitions"):
+        definitions = {"unit": {"enum": ["C"]}}
+        parameters = {word: definitions, "properties": {"u": {"$ref": f"#/{word}/unit"}}, "required": ["u"]}
+        tool = {"type": "function", "function": {"name": "a.b-c_" + "d" * 58, "parameters": parameters}}
+        for form, key in (("hermes", "arguments"), ("llama3", "parameters")):
+            tools = read_tools({"tools": [tool, STOP], "tool_choice": "required"}, form)
+            assert tools is not None
+            assert tools == ([tool, STOP], {tool["function"]["name"]: parameters, "stop": {"type": "object"}}, True)
+            grammar = grammar_of(tools, form)
+            (rule,) = (line for line in grammar.text.splitlines() if line.startswith("call_0: %json "))
+            schema = json.loads(rule.removeprefix("call_0: %json "))
+            assert schema.pop("x-guidance")["key_separator"] == ": "
+            assert schema == {
+                word: definitions,
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    key: {"type": "object", "properties": parameters["properties"], "required": ["u"]},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            assert (grammar.kind, grammar.param) == ("lark", "tools")
+            assert "body: call_0 | call_1" in grammar.text
+
+
+def test_a_call_may_name_its_arguments_in_the_other_form_s_word():
+    """Models mix them up; a call without arguments has none."""
+    for text, arguments in (('{"name": "f", "arguments": {"a": 1}}', {"a": 1}), ('{"name": "f"}', {})):
+        parser = ToolCallParser("llama3")
+        _, ((name, found),) = parser.push(text, is_last=True)
+        assert (name, json.loads(found)) == ("f", arguments)
