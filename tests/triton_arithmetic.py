@@ -9,7 +9,6 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
-
 # The interpreter would compute every sum and product of integers in 64 bits, too, to see that 32 are enough. Small
 # arrays need no more, and `triton_items.hold_offsets` and `hold_shifts_beyond_32_bits` compare the large results.
 _UNCHECKED = {"sanitize_overflow": False}
