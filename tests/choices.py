@@ -68,6 +68,8 @@ def _facts(rng: random.Random, op: str) -> dict:
                 }
         else:
             facts["cache_dtype"] = facts["query_dtype"]
+    facts["num_blocks"] = rng.choice((0, *[9] * 24))
+    facts["max_seq_len"] *= rng.choice((0, *[1] * 24))
     if op == "mla":
         facts["value"] = min(facts["value"], facts["latent"])
     return facts
@@ -105,7 +107,7 @@ def _operands(facts: dict, op: str):
     num_seqs, num_heads = facts["num_seqs"], facts["kv_heads"] * facts["group"]
     tokens = num_seqs if op == "decode" else num_seqs * facts["queries"]
     width = -(-facts["max_seq_len"] // block)
-    num_blocks, x = 9, 16 // jnp.dtype(facts["cache_dtype"]).itemsize
+    num_blocks, x = facts["num_blocks"], 16 // jnp.dtype(facts["cache_dtype"]).itemsize
     key_shape = value_shape = (num_blocks, kv_heads, block, size)
     if facts["layout"] == "nhd":
         key_shape = value_shape = (num_blocks, block, kv_heads, size)

@@ -309,4 +309,11 @@ MUTANTS_OF_TRITON = [
         "rest = tl.load(array + start + cfg.tuning.width + d",
         "interpret latent-e4m3",
     ),
+    Mutant(
+        "triton: a query behind max_seq_len loses a token to its new one",
+        "kernels/triton/device/attend.py",
+        "end = tl.where(given, tl.minimum(end, seq_len - 1), end)",
+        "end = tl.where(given, end - 1, end)",
+        "interpret edges",
+    ),
 ]

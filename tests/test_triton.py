@@ -108,7 +108,7 @@ INTERPRETED_TOO = [
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param([*INTERPRETED[::3], "items", "sparse-partitions"], id="these"),
+        pytest.param([*INTERPRETED[::3], "items", "edges", "sparse-partitions"], id="these"),
         pytest.param(INTERPRETED[1::3] + INTERPRETED[2::3] + INTERPRETED_TOO, id="others", marks=pytest.mark.slow),
     ],
 )

@@ -311,6 +311,11 @@ def main(names):
                 importlib.import_module("tests.triton_items").hold(run_items)
             elif name == "offsets":
                 importlib.import_module("tests.triton_items").hold_offsets(run_items)
+            elif name == "edges":
+                test_write_and_attend.test_tokens_past_max_seq_len_are_written_and_not_attended_to(run)
+                test_decode.test_a_head_whose_sink_is_off(run)
+                test_decode.test_partitions_longer_than_every_context(run)
+                test_ragged.test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run)
             elif name == "cut":
                 test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":
