@@ -29,12 +29,16 @@ class State(NamedTuple):
 
 
 def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
-    """Runs a step with one token of every sequence."""
+    """Runs a step with one token of every sequence.
+
+    A row's next token is the likeliest one plus the row's number, so that rows whose likeliest tokens are the same do
+    not go on with the same token, and the same experts.
+    """
     token_ids, positions, caches = state
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     batch = Batch(token_ids, positions, slots(tables, rows, positions), tables, positions + 1, is_decode=True)
     logits, caches = step(weights, caches, batch)
-    return State(greedy(logits), positions + 1, caches)
+    return State((greedy(logits) + rows) % logits.shape[1], positions + 1, caches)
 
 
 def prompts(tables: Any, context: int) -> Batch:

@@ -111,10 +111,11 @@ class HubModel:
         cache = self._filled(num_seqs, length, length + 8 * num_steps)
         if product is not None:
             self.model.set_experts_implementation(product)
-        token_ids = self._rows(num_seqs)
+        rows = self._rows(num_seqs)  # added to the likeliest tokens, as in model_steps.py
+        token_ids = rows.clone()
 
         def step():
-            token_ids.copy_(self._forward(token_ids, cache)[:, None])
+            token_ids.copy_((self._forward(token_ids, cache)[:, None] + rows) % self.config.vocab_size)
 
         with _constants_made_once():
             replay = captured(self.device, step)

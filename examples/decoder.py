@@ -72,7 +72,8 @@ class Attention(nnx.Module):
             "logits_soft_cap": config.attention_soft_cap,
         }
         self.options = tuple((name, value) for name, value in options.items() if value is not None)
-        self.sinks = nnx.Param(jnp.zeros(self.num_heads, dtype)) if config.has_sinks else None
+        # In float32, as attention takes them: to cast them in each step would take a kernel in each layer.
+        self.sinks = nnx.Param(jnp.zeros(self.num_heads, jnp.float32)) if config.has_sinks else None
         self.dtype = dtype
         heads_size, kv_heads_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
@@ -102,7 +103,7 @@ class Attention(nnx.Module):
             both = turned.reshape(both.shape)
         query, key = jnp.split(both, ends[:1], axis=2)
         query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
-        options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)})
+        options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
         out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
         return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
 

@@ -31,7 +31,8 @@ from examples.config import DecoderConfig, ExpertsConfig
 from examples.expert_kernel import Activation, compute_in_tiles, fits
 
 _MOST_ROWS = 16  # pairs of an expert, on average, from which on larger tiles are as good
-_TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles
+_TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles; depth of a part of the router's sums
+_MOST_IN_PARTS = 64  # rows of the router whose sums are computed in parts
 
 
 class Router(nnx.Linear):
@@ -50,11 +51,9 @@ class Router(nnx.Linear):
         """Gives the experts and their weights of each token: of all rows, or of the first `num_tokens`."""
         config = self.config
         kernel = self.kernel[...]
-        # The tokens are rounded, too: products of float32 would take longer than attention.
-        precision = "highest" if kernel.dtype == jnp.float32 else None
-        options = {"precision": precision, "preferred_element_type": jnp.float32}
-        # XLA compiles a product of one row badly, so the rows of padding are left out after it.
-        logits = jnp.dot(hidden.astype(kernel.dtype), kernel, **options)[:num_tokens]
+        # The tokens are rounded, too: products of float32 would take longer than attention. XLA compiles a product of
+        # one row badly, so the rows of padding are left out after it.
+        logits = _narrow_product(hidden.astype(kernel.dtype), kernel)[:num_tokens]
         logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
         # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
         is_plain = config.num_groups == 1 and self.correction is None
@@ -69,6 +68,18 @@ class Router(nnx.Linear):
         if config.are_normalized:
             weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
         return experts, weights * config.scale
+
+
+def _narrow_product(
+    rows: Float[Array, "num_rows in"], matrix: Float[Array, "in out"]
+) -> Float32[Array, "num_rows out"]:
+    """Multiplies by a matrix of few columns. Parts of few rows' sums are computed beside each other, to fill a GPU."""
+    precision = "highest" if matrix.dtype == jnp.float32 else None
+    options = {"precision": precision, "preferred_element_type": jnp.float32}
+    if rows.shape[0] > _MOST_IN_PARTS or matrix.shape[0] % _TILE:
+        return jnp.dot(rows, matrix, **options)
+    parts = rows.reshape(rows.shape[0], -1, _TILE), matrix.reshape(-1, _TILE, matrix.shape[1])
+    return jnp.einsum("rpi,pio->pro", *parts, **options).sum(axis=0)
 
 
 def top_k(
