@@ -382,12 +382,12 @@ def test_queues(seq_lens, programs, busy, splits, window):
         assert (found["number"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
-        # The merge computes where the partial results lie. They must lie there.
-        first, last_program = found["partial"][its[0]], program[its[-1]]
-        assert plan.num_queued_splits(last_program, first) == len(its)
-        assert found["partial"][its[1:]].tolist() == [
-            int(plan.partial_of(first, i, geometry)) for i in range(1, len(its))
-        ]
+    # The merge computes where the partial results lie. They must lie there.
+    starts = np.searchsorted(found["item"], np.arange(geometry.num_items + 1)).astype(np.int32)
+    first, last_program = found["partial"][starts[:-1]], program[starts[1:] - 1].astype(np.int32)
+    assert (plan.num_queued_splits(last_program, first) == np.diff(starts)).all()
+    number = np.arange(len(program), dtype=np.int32) - starts[found["item"]]
+    np.testing.assert_array_equal(found["partial"], plan.partial_of(first[found["item"]], number, geometry))
     work = np.bincount(program, np.maximum(found["num_tiles"], 1), programs)
     assert (work > 0).sum() == busy
     assert work.max() <= 17 / 16 * work.sum() / busy + 1

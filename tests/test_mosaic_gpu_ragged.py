@@ -155,23 +155,12 @@ PREFIXES = [
 
 
 @pytest.mark.slow
-def test_one_place_for_queries():
+def test_one_place_for_queries(monkeypatch):
     """An item's query overwrites the results of the previous item, while raw tiles of 8 bits are copied.
 
-    The case also has the options that no other interpreted case has.
+    The case also has the options that no other interpreted case has. An item's description must be read only after it
+    is written. An earlier read would race with another warp's write.
     """
-    lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
-    scales = {"k_scale": "slot", "v_scale": "slot", "scale": "traced"}
-    case = small("one-place", 7, 1, 64, 32, "bfloat16", "int8", **lens, **scales, alibi=True, sinks=True)
-    made = inputs.make(case)
-    tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
-    check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))
-    assert not interpret_pallas_call.get_races().races_found
-
-
-@pytest.mark.slow
-def test_loads_what_was_described(monkeypatch):
-    """An item's description is read only after it is written. An earlier read would race with another warp's write."""
     events = []  # each program's events are in order
 
     def noted(function, items_before):
@@ -184,21 +173,17 @@ def test_loads_what_was_described(monkeypatch):
         items, "describe", lambda item, tiles, before, smem: noted(describe, before)(item, tiles, before, smem)
     )
     monkeypatch.setattr(items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
-    case = small("described", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 130, 70, 20), query_lens=(1, 40, 20, 1))
-    call("ragged_paged_attention", operands_of(case, inputs.make(case)), **TINY_TILES | {"num_programs": 2})
+    lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
+    scales = {"k_scale": "slot", "v_scale": "slot", "scale": "traced"}
+    case = small("one-place", 7, 1, 64, 32, "bfloat16", "int8", **lens, **scales, alibi=True, sinks=True)
+    made = inputs.make(case)
+    tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
+    check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))
+    assert not interpret_pallas_call.get_races().races_found
     jax.effects_barrier()
     read = [(i, item) for i, (name, *item) in enumerate(events) if name == "read_own"]
     assert len(read) > 4
     assert all(("describe", *item) in events[:i] for i, item in read)
-
-
-@pytest.mark.slow
-def test_padding_after_a_thin_item():
-    """One warpgroup stores rows of padding while the other stores the thin item; each has its own memory for lse."""
-    case = small("padded", 16, 4, 64, 16, "bfloat16", seq_lens=(87,), query_lens=(1,), padding=23)
-    made = inputs.make(case)
-    check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES | {"least_split": 1000}))
-    assert not interpret_pallas_call.get_races().races_found
 
 
 def prefix_operands_of(case, made, *, max_query_len=None):
@@ -246,11 +231,21 @@ def test_every_query_sees_all_tokens():
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_who_takes_an_item():
-    """Which tiles of an item a warpgroup takes depends on the program's earlier items; the results must not."""
-    case = small("whole", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 200, 300, 260), query_lens=(1, 2, 1, 1))
-    operands = operands_of(case, inputs.make(case), max_query_len=2)  # without wide items, which there are none of
+    """Which tiles of an item a warpgroup takes depends on the program's earlier items; the results must not.
+
+    After the last item one warpgroup stores rows of padding while the other stores the thin item; each has its own
+    memory for lse.
+    """
+    lens = {"seq_lens": (70, 200, 140, 87), "query_lens": (1, 2, 1, 1), "padding": 23}
+    case = small("whole", 4, 1, 64, 16, "bfloat16", **lens)
+    made = inputs.make(case)
+    operands = operands_of(case, made, max_query_len=2)  # without wide items, which there are none of
     tuning = TINY_TILES | {"least_split": 1000}
-    results = [call("ragged_paged_attention", operands, **tuning, num_programs=n) for n in (1, 2)]
+    results = []
+    for num_programs in (1, 2):
+        results.append(call("ragged_paged_attention", operands, **tuning, num_programs=num_programs))
+        assert not interpret_pallas_call.get_races().races_found
+    check(case, made, results[0])
     for one, other in zip(*results, strict=True):
         assert_same_bytes(one, other, "other programs")
 

@@ -61,7 +61,15 @@ def test_requests_that_do_not_end_in_time_are_told(start, how):
     server.wait(20)
 
 
-STUCK = """
+NOTHING_COMPILED = """
+from paged_jax.engine.runner import Runner
+def compile(self, *_):
+    self.vocab_size, self._adjustments = 257, None
+    return {}
+Runner._compile, Runner._warm_up = compile, lambda self: None
+"""  # for servers that never run a step
+
+STUCK = f"""{NOTHING_COMPILED}
 import time
 from paged_jax.engine import Engine
 Engine.step = lambda self: time.sleep(10**6)
@@ -98,7 +106,7 @@ def test_a_third_signal_ends_the_process_whatever_it_does(start):
         server.wait(10, code=-signal.SIGTERM)
 
 
-BROKEN = """
+BROKEN = f"""{NOTHING_COMPILED}
 from paged_jax.engine import Engine
 def fail(self, *_):
     raise MemoryError("no memory at all")
