@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in defaults, limits and statistics of the engine."""
+"""The bugs that `tests.mutants` makes on purpose in defaults, limits, statistics and other edges of the engine."""
 
 from tests.mutants_made import Mutant
 
@@ -150,5 +150,103 @@ MUTANTS_OF_LIMITS = [
         "return self._widest.count_shared(seat)",
         "return self.managers[-1].count_shared(seat)",
         "tests/test_engine_parts.py -k all_groups",
+    ),
+    Mutant(
+        "replicas: a reset keeps the seeds",
+        "engine/replicas.py",
+        "            self._seeds.restart()\n            self._next_id = 0",
+        "            self._next_id = 0",
+        "tests/test_engine_edges.py -k seeds",
+    ),
+    Mutant(
+        "replicas: a lost engine has no blocks",
+        "engine/replicas.py",
+        "fresh, index = _Replica(replica.engine, stats=replica.stats)",
+        "fresh, index = _Replica(replica.engine)",
+        "tests/test_engine_edges.py -k lost",
+    ),
+    Mutant(
+        "replicas: the error of a step is not the cause",
+        "engine/replicas.py",
+        "        failure.__cause__ = error\n",
+        "",
+        "tests/test_engine_edges.py -k lost",
+    ),
+    Mutant(
+        "replicas: the largest engine says what runs",
+        "engine/replicas.py",
+        "return sum(replica.engine.max_num_seqs for replica in self._replicas)",
+        "return max(replica.engine.max_num_seqs for replica in self._replicas)",
+        "tests/test_engine_edges.py -k room",
+    ),
+    Mutant(
+        "replicas: a config that is refused makes them fail",
+        "engine/replicas.py",
+        "            replica.engine.check_config(config)",
+        "            pass",
+        "tests/test_engine_edges.py -k refused_leaves",
+    ),
+    Mutant(
+        "engine: a stream gives others' tokens",
+        "engine/base.py",
+        "yield from (delta for delta in self.step() if delta.request_id == request_id)",
+        "yield from self.step()",
+        "tests/test_engine_edges.py -k stream",
+    ),
+    Mutant(
+        "engine: all guesses are expected to be right",
+        "engine/speculation.py",
+        "gain += min(guess.expected, len(drafts[sequence]))",
+        "gain += len(drafts[sequence])",
+        "tests/test_engine_edges.py -k weighed",
+    ),
+    Mutant(
+        "engine: no token is looked up",
+        "engine/speculation.py",
+        "if not 1 <= shortest <= longest:",
+        "if not 0 <= shortest <= longest:",
+        "tests/test_engine_edges.py -k lookups",
+    ),
+    Mutant(
+        "pace: a small size that is slow stays",
+        "engine/pace.py",
+        "self._level, self._trust = max(level - 1, 0), 0",
+        "self._level, self._trust = max(self._level - 1, 0), 0",
+        "tests/test_engine_edges.py -k gives_up",
+    ),
+    Mutant(
+        "pace: steps with drafts are mixed ones",
+        "engine/pace.py",
+        "not plan.is_decode and not plan.has_drafts",
+        "not plan.is_decode",
+        "tests/test_engine_edges.py -k gives_up",
+    ),
+    Mutant(
+        "text: a stop text is found among the least tokens",
+        "engine/text.py",
+        "if self._num_until_stops >= 0:",
+        "if self._num_until_stops > 0:",
+        "tests/test_engine_edges.py -k right_behind",
+    ),
+    Mutant(
+        "engine: a count of tokens overflows",
+        "engine/adjust.py",
+        "counts[:] = np.minimum(output, _MOST)",
+        "counts[:] = output",
+        "tests/test_engine_edges.py -k counts",
+    ),
+    Mutant(
+        "engine: a token that the model lacks is counted",
+        "engine/adjust.py",
+        "return found[found < vocab_size]",
+        "return found",
+        "tests/test_engine_edges.py -k counts",
+    ),
+    Mutant(
+        "engine: the bar of programs stands still",
+        "engine/compiling.py",
+        "                advance()\n",
+        "                pass\n",
+        "tests/test_engine_edges.py -k progress",
     ),
 ]

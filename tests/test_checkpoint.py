@@ -13,7 +13,7 @@ from flax import nnx
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file, save_file
 
-from examples.checkpoint import CheckpointError, load_model, save_model
+from examples.checkpoint import CheckpointError, find_folder, load_model, save_model
 from examples.families import load_config
 from tests import model_folders
 from tests.model_folders import copy as copy
@@ -241,3 +241,9 @@ def test_the_layer_that_guesses_a_token_more_is_left_out(copy):
     tensors |= {f"model.layers.{num_layers}.{name}": np.ones(3) for name in ("enorm.weight", "mlp.up_proj.weight")}
     save_file(tensors, folder / "model.safetensors")
     load_model(folder, jnp.float32)
+
+
+def test_a_folder_of_the_user_s_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert find_folder("~/model") == find_folder(tmp_path / "model") == tmp_path / "model"

@@ -6,8 +6,10 @@ import math
 import pytest
 
 from examples.checkpoint import CheckpointError
+from examples.common_fields import read_rope
 from examples.families import load_config, parse_config
-from examples.fields import IGNORED
+from examples.fields import IGNORED, Fields
+from examples.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from tests import model_folders
 from tests.model_folders import copy as copy
 from tests.model_folders import edit, refuse
@@ -15,6 +17,7 @@ from tests.model_folders import edit, refuse
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD = "original_max_position_embeddings"
 MODELS = model_folders.NAMES
+DEFAULTS = json.loads((model_folders.DATA / "real" / "defaults.json").read_text())
 # Fields that transformers does not read in these models either, and fields that another field decides.
 WITHOUT_EFFECT = {
     ("deepseek_v2", "head_dim"),
@@ -37,6 +40,28 @@ WITHOUT_EFFECT = {
 def test_older_files_mean_the_same(name):
     """tests/data/make_models.py has checked that they mean the same to transformers."""
     assert parse_config(model_folders.older(name)) == parse_config(model_folders.reference(name).config)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_is_left_out_is_what_transformers_takes(name):
+    """Sizes that every file has must be given; tests/data/make_defaults.py asked transformers for all others."""
+
+    def outcome(config):
+        try:
+            return parse_config(config)
+        except CheckpointError as error:
+            return str(error)
+
+    raw, refused = model_folders.reference(name).config, set()
+    for field in raw.keys() - IGNORED:
+        without = {key: value for key, value in raw.items() if key != field}
+        if (found := outcome(without)) == f"config.json has no {field}":
+            refused.add(field)
+        elif field in DEFAULTS[name]:
+            assert found == outcome(without | {field: DEFAULTS[name][field]}), field
+    sizes = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
+    sizes |= {"ffn_dim"} if raw["model_type"] == "opt" else {"intermediate_size", "max_position_embeddings"}
+    assert refused == sizes | ({"num_experts_per_tok"} if raw["model_type"] == "deepseek_v2" else set())
 
 
 def test_a_file_without_a_base(copy):
@@ -82,6 +107,45 @@ def test_no_field_is_without_effect():
                 effects[key] = effects.get(key, False) or differs
     without = {key for key, differs in effects.items() if not differs and key[1] not in IGNORED}
     assert without == WITHOUT_EFFECT
+
+
+YARN, LONG = {"rope_type": "yarn", OLD: 32}, {"rope_type": "longrope", OLD: 32}
+LISTS = {"short_factor": [1.5, 2], "long_factor": [3, 4.5]}
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({}, None),
+        ({"rope_type": "default", "factor": 3.0}, None),
+        ({"rope_type": "dynamic", "factor": 3.0}, None),
+        ({"rope_type": "linear", "factor": 3}, LinearScaling(3.0)),
+        ({"rope_type": "llama3", OLD: 32} | LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 32)),
+        (YARN, YarnScaling(4.0, 32, 0.1 * math.log(4) + 1, 32.0, 1.0, True)),
+        (YARN | {"factor": 2.0}, YarnScaling(2.0, 32, 0.1 * math.log(2) + 1)),
+        (YARN | {"factor": 0.5, "truncate": False}, YarnScaling(0.5, 32, 1.0, truncate=False)),
+        (YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}, YarnScaling(4.0, 32, 1.5, 16.0, 2.0)),
+        (YARN | {"mscale": 2.0}, YarnScaling(4.0, 32, 0.1 * math.log(4) + 1)),
+        (YARN | {"mscale_all_dim": 2.0}, YarnScaling(4.0, 32, 0.1 * math.log(4) + 1)),
+        (
+            YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
+            YarnScaling(4.0, 32, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ),
+        (LONG | LISTS, LongRopeScaling((1.5, 2.0), (3.0, 4.5), 32, math.sqrt(1 + math.log(4) / math.log(32)))),
+        (LONG | LISTS | {"factor": 1.0}, LongRopeScaling((1.5, 2.0), (3.0, 4.5), 32, 1.0)),
+        (LONG | LISTS | {"attention_factor": 1.25}, LongRopeScaling((1.5, 2.0), (3.0, 4.5), 32, 1.25)),
+    ],
+)
+def test_every_field_of_a_rope(rope, scaling):
+    """What is left out has the value of transformers' `modeling_rope_utils`."""
+    fields = Fields({"max_position_embeddings": 128, "rope_parameters": rope})
+    assert read_rope(fields, 4) == Rope(10000.0, scaling)
+    assert read_rope(fields, 4, theta=7.0, is_interleaved=True) == Rope(7.0, scaling, None, True)
+    inner = rope | {"rope_theta": 5.0}
+    assert read_rope(Fields(fields.raw | {"rope_parameters": inner}), 4, theta=7.0) == Rope(5.0, scaling)
+    if "short_factor" not in rope:
+        partly = Fields(fields.raw | {"rope_parameters": rope | {"partial_rotary_factor": 0.5}})
+        assert read_rope(partly, 16, partial=1.0) == Rope(10000.0, scaling, 8)
 
 
 def test_rope_scaling_goes_before_rope_parameters(copy):
@@ -194,7 +258,7 @@ def test_refused_configs(name, changes, message, copy):
     refuse(copy(name, **changes), message)
 
 
-@pytest.mark.parametrize("ids", ["2", 2.5, True, ["a"], 99999999999, [[1]]])
+@pytest.mark.parametrize("ids", ["2", 2.5, True, ["a"], 99999999999, -99999999999, [[1]]])
 def test_refused_eos_token_ids(ids, copy):
     folder = copy("llama")
     edit(folder / "generation_config.json", {"eos_token_id": ids})
