@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in what the Hopper kernels do in MLIR and PTX."""
+"""The bugs that `tests.mutants` makes on purpose in what only a Hopper GPU runs: MLIR and PTX, fences, and loads."""
 
 from tests.mutants_made import Mutant
 
@@ -130,5 +130,75 @@ MUTANTS_OF_PTX = [
         "    mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part\n",
         "",
         "tests/test_mosaic_gpu_merge.py -k latent",
+    ),
+    Mutant(
+        "guards: decode may overwrite a query that some threads have not read",
+        "kernels/mosaic_gpu/decode/kernel.py",
+        "        plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it\n",
+        "",
+        "tests/test_mosaic_gpu_guards.py",
+    ),
+    Mutant(
+        "guards: lse is copied before all threads have written it",
+        "kernels/mosaic_gpu/mla/rows.py",
+        "    plgpu.commit_smem()  # all threads have written their lse\n",
+        "",
+        "tests/test_mosaic_gpu_guards.py",
+    ),
+    Mutant(
+        "guards: groups of 32 have too few registers",
+        "kernels/mosaic_gpu/decode/kernel.py",
+        "_MOST_COLUMNS = 24",
+        "_MOST_COLUMNS = 64",
+        "tests/test_mosaic_gpu_guards.py",
+    ),
+    Mutant(
+        "guards: the merge reads what no queue has written",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "            refs.outputs_gmem.closings[number, block, 1] = jnp.int32(0)\n",
+        "            pass\n",
+        "tests/test_mosaic_gpu_guards.py",
+    ),
+    Mutant(
+        "loads: decode reads the block behind a context",
+        "kernels/mosaic_gpu/decode/load.py",
+        "lax.div(split.end - 1, jnp.int32(size))",
+        "lax.div(split.end, jnp.int32(size))",
+        "tests/test_mosaic_gpu_loads.py -k decode_reads",
+    ),
+    Mutant(
+        "loads: latent attention reads the block behind a context",
+        "kernels/mosaic_gpu/mla/load.py",
+        "lax.div(split.end - 1, jnp.int32(size))",
+        "lax.div(split.end, jnp.int32(size))",
+        "tests/test_mosaic_gpu_loads.py -k latent",
+    ),
+    Mutant(
+        "loads: a queue's last partial result overwrites the next queue's first",
+        "kernels/mosaic_gpu/decode/plan.py",
+        "queue.partial | 1)",
+        "queue.partial + 1)",
+        "tests/test_mosaic_gpu_loads.py -k share",
+    ),
+    Mutant(
+        "loads: lengths are alike however much they differ",
+        "kernels/mosaic_gpu/decode/plan.py",
+        "alike = _ALIKE * longest * geometry.problem.num_seqs",
+        "alike = longest * geometry.problem.num_seqs",
+        "tests/test_mosaic_gpu_loads.py -k alike",
+    ),
+    Mutant(
+        "mla: in float16 a partial result weighs 256 times as much",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "maxima + jnp.log2(divisor) - _exponent_of_weights(geometry), -jnp.inf)",
+        "maxima + jnp.log2(divisor), -jnp.inf)",
+        "tests/test_mosaic_gpu_mla.py -k end_of",
+    ),
+    Mutant(
+        "ragged: maxima lag so far that weights are infinite",
+        "kernels/mosaic_gpu/ragged/softmax.py",
+        "_MOST_LAG = 6.0",
+        "_MOST_LAG = 16.0",
+        "tests/test_mosaic_gpu_mla.py -k largest",
     ),
 ]

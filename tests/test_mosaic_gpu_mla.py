@@ -1,6 +1,7 @@
 """Tests the MLA kernel of Mosaic GPU without a GPU: in Pallas's interpreter, its choices, and what it refuses."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
 from paged_jax.kernels.mosaic_gpu.mla import choose, plan, softmax, warps
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
+from paged_jax.kernels.mosaic_gpu.ragged import softmax as ragged_softmax
 from paged_jax.kernels.problem import Device, Problem, Unsupported
+from paged_jax.options import PerHead
 from tests import mla_interpreter, test_mla
 from tests.latent_cases import HOPPER_CASES
 
@@ -96,6 +99,39 @@ def test_the_factor_of_exponents_is_positive(scale):
     factor = softmax.factor_of(inputs, geometry)
     np.testing.assert_allclose(factor.sign * factor.magnitude, scale * 0.5 * LOG2E, rtol=1e-6, atol=1e-20)
     assert factor.magnitude > 0
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_end_of_a_softmax(dtype, has_sinks, monkeypatch):
+    """In float16 the sums of weights have a power of two, which leaves lse, out and what the merge gets."""
+    monkeypatch.setattr(softmax.lanes, "loaded", lambda values, first: values[int(first) :][:64])
+    monkeypatch.setattr(softmax.lanes, "sum_of_lanes", lambda x: x)
+    monkeypatch.setattr(softmax, "layout", lambda x, _: x)
+    problem = problem_of(dtype=dtype)
+    problem = Problem(**vars(problem) | {"per_head": PerHead(sinks=has_sinks), "k_scale": "none", "v_scale": "none"})
+    geometry = Geometry(problem, choose.tune(problem, Device()), one_query=True)
+    maxima, sums = np.linspace(-9, 9, 64).astype(np.float32), np.linspace(1, 50, 64).astype(np.float32)
+    sums[5] = 0  # a row that saw no token
+    sinks = np.linspace(-5, 5, 64).astype(np.float32)
+    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(sinks=sinks, latent_scale=None))
+    power = 2.0**8 if dtype == "float16" else 1.0
+    state = softmax.State([], jnp.asarray(maxima), jnp.asarray(sums * power))
+    split = SimpleNamespace(first_row=jnp.int32(0))
+    found, lse = softmax.finished(state, jnp.bool_(True), split, refs, geometry)
+    with np.errstate(divide="ignore"):
+        log_sums = maxima + np.log2(sums)
+    wanted = np.logaddexp(log_sums / LOG2E, sinks if has_sinks else -np.inf)
+    seen = sums > 0
+    np.testing.assert_allclose(found.log_sums, log_sums, rtol=1e-5)
+    np.testing.assert_allclose(lse, np.where(seen, wanted, -np.inf), rtol=1e-5)
+    np.testing.assert_allclose(found.factor[seen], (np.exp(maxima / LOG2E - wanted) / power)[seen], rtol=1e-4)
+
+
+def test_the_largest_weights_fit_into_float16():
+    """A maximum may lag behind the largest logit, and weights are multiplied by a power of two."""
+    for module in (softmax, ragged_softmax):
+        assert np.finfo(np.float16).max / 2 > 2.0 ** (module._EXPONENT_IN_FLOAT16 + module._MOST_LAG)
 
 
 @pytest.mark.parametrize(("num_seqs", "queues"), [(9, 1), (9, 3), (150, 7), (9, 50)])

@@ -1,0 +1,306 @@
+"""Tests what Hopper's loading warpgroups read, and the queues of decode: the device's code runs as Python, on NumPy.
+
+Pallas's interpreter would read an unused entry of a block table without complaint, and mask what it read.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import BlockSparse
+from paged_jax.kernels.mosaic_gpu.decode import load as decode_load
+from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
+from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
+from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
+from paged_jax.kernels.mosaic_gpu.mla import load as mla_load
+from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
+from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE
+from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry as MlaGeometry
+from paged_jax.kernels.mosaic_gpu.ragged import load_tiles, plan
+from paged_jax.kernels.problem import Problem
+from tests.test_mosaic_gpu_mla import problem_of
+from tests.test_mosaic_gpu_narrow import geometry_of
+from tests.test_mosaic_gpu_ragged_plan import planned
+
+
+class Place:
+    """A reference to a part of an array."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return Place(self.array[tuple(_plain(x) for x in index)])
+
+
+def _plain(index):
+    if hasattr(index, "start") and hasattr(index, "size"):  # pl.ds
+        return slice(int(index.start), int(index.start) + int(index.size))
+    return index if isinstance(index, slice) else int(index)
+
+
+class Table:
+    """A block table that tells which columns were read, and fails for those that no op may read."""
+
+    def __init__(self, ids, allowed):
+        self.ids, self.allowed = ids, allowed
+
+    def __getitem__(self, index):
+        column = int(index[1])
+        assert column in self.allowed, f"column {column} is read, not one of {self.allowed}"
+        return jnp.int32(self.ids[column])
+
+
+def copy(source, target, _):
+    assert target.array.shape == source.array.shape
+    target.array[...] = source.array
+
+
+class Barrier:
+    """A barrier, or a ring of barriers."""
+
+    def __getitem__(self, _):
+        return self
+
+    at = property(lambda self: self)
+
+
+@pytest.fixture(autouse=True)
+def as_python():
+    fakes = SimpleNamespace(copy_gmem_to_smem=copy, barrier_wait=lambda _: None, barrier_arrive=lambda _: None)
+    fakes.async_prefetch = lambda _: None
+    with (
+        jax.disable_jit(),
+        mock.patch.object(decode_load, "plgpu", fakes),
+        mock.patch.object(mla_load, "plgpu", fakes),
+        mock.patch.object(load_tiles, "plgpu", fakes),
+    ):
+        yield
+
+
+def ids_of(width):
+    """The block of each column of a table, and how many blocks the pool has."""
+    return np.random.default_rng(0).permutation(width + 3)[:width], width + 3
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("layout", "block_size", "fold"), [("hnd", 16, 1), ("nhd", 32, 1), ("hnd", 128, 1), ("hnd", 16, 2), ("nhd", 16, 2)]
+)
+def test_decode_reads_its_tokens_and_no_others(layout, block_size, fold, window):
+    made = geometry_of(
+        cache_dtype="float16", head_size=64, block_size=block_size, layout=layout, num_heads=2, num_kv_heads=2,
+        fold=fold, tile=64, stages=4,
+    )  # fmt: skip
+    geometry = replace(made, problem=replace(made.problem, sliding_window=window))
+    ids, num_blocks = ids_of(8)
+    shape = (num_blocks, 2, block_size, 64) if layout == "hnd" else (num_blocks, block_size, 2, 64)
+    caches = [np.random.default_rng(i).standard_normal(shape).astype(np.float16) for i in range(2)]
+    by_token = [(x if layout == "nhd" else x.swapaxes(1, 2))[ids].reshape(-1, 2, 64) for x in caches]
+    tiles = decode_tiles.class_of(geometry.problem)(geometry)
+    for seq_len in (1, block_size, 33, 64, 65, 96, 128):
+        begin = max(0, seq_len - window) if window else 0
+        table = Table(ids, range(begin // block_size, -(-seq_len // block_size)))
+        rings = [np.full((4, 64, 64), np.nan, np.float16) for _ in range(2)]
+        keys, values = (
+            SimpleNamespace(consumed=Barrier(), ready=Barrier(), tiles=[Place(x)], slot_scales=None) for x in rings
+        )
+        options = SimpleNamespace(k_scale=None, v_scale=None)
+        viewed = (Place(tiles.view(x)) for x in caches)
+        inputs = SimpleNamespace(
+            block_tables=table, options=options, **dict(zip(("key_cache", "value_cache"), viewed, strict=True))
+        )
+        refs = SimpleNamespace(inputs_gmem=inputs, smem=SimpleNamespace(keys=keys, values=values))
+        for index in range(geometry.items_per_seq):
+            split = decode_plan.split_of(jnp.array([seq_len]), jnp.int32(index), jnp.int32(0), geometry)
+            decode_load.load_split(split, jnp.int32(0), refs, geometry, tiles)
+            token = np.arange(geometry.tile_tokens).reshape(-1, geometry.run_tokens)
+            token = np.repeat(token[:, None], fold, axis=1)
+            head = np.broadcast_to(np.arange(fold)[None, :, None], token.shape)
+            for i in range(int(split.num_tiles)):
+                at = int(split.origin) + i * geometry.tile_tokens + token.reshape(-1)
+                seen = (at >= begin) & (at < seq_len)
+                for ring, cached in zip(rings, by_token, strict=True):
+                    wanted = cached[at[seen], index * fold + head.reshape(-1)[seen]]
+                    np.testing.assert_array_equal(ring[i][seen], wanted)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
+def test_latent_attention_reads_its_tokens_and_no_others(block_size):
+    problem = problem_of(1, 16, block_size=block_size)
+    geometry = MlaGeometry(problem, mla_choose.Tuning(queues=1, width=1, left=256), one_query=True)
+    ids, num_blocks = ids_of(256 // block_size)
+    cache = np.random.default_rng(0).standard_normal((num_blocks, block_size, 576)).astype(np.float32)
+    by_token = cache[ids].reshape(-1, 576)
+    for end in (1, block_size, 64, 100, 128):
+        table = Table(ids, range(-(-end // block_size)))
+        rings = [np.full((2, TILE, part.size), np.nan, np.float32) for part in geometry.tile_parts]
+        barriers = [Barrier()] * len(rings)
+        smem = SimpleNamespace(
+            tiles=[Place(x) for x in rings], tile_ready=barriers, tile_consumed=barriers,
+            query=Place(np.zeros((64, 576))), query_ready=Barrier(), query_consumed=Barrier(),
+        )  # fmt: skip
+        query = Place(np.zeros((64, 576)))
+        inputs = SimpleNamespace(block_tables=table, latent_cache=Place(cache), query=query)
+        refs, zero = SimpleNamespace(inputs_gmem=inputs, smem=smem), jnp.int32(0)
+        fields = dict.fromkeys(mla_plan.Split._fields, zero)
+        fields |= {"end": jnp.int32(end), "num_tiles": jnp.int32(-(-end // TILE)), "num_rows": jnp.int32(16)}
+        mla_load.load_split(mla_plan.Split(**fields), (zero, zero), refs, geometry)
+        found = np.concatenate(rings, axis=2).reshape(-1, 576)
+        order = np.concatenate([np.arange(part.first, part.first + part.size) for part in geometry.tile_parts])
+        np.testing.assert_array_equal(found[:end], by_token[:end, order])
+
+
+@pytest.mark.parametrize(
+    ("options", "window", "block_size", "cache_dtype"),
+    [
+        ({}, None, 16, "bfloat16"),
+        ({}, 50, 16, "int8"),
+        ({}, 50, 64, "bfloat16"),
+        ({"block_sparse": BlockSparse(1, 3, 64, 1)}, None, 64, "int8"),
+        ({"block_sparse": BlockSparse(2, 4, 64, -1)}, 150, 32, "bfloat16"),
+    ],
+)
+def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_size, cache_dtype):
+    scales = {"k_scale": np.float32(1), "v_scale": np.float32(1)} if cache_dtype == "int8" else {}
+    with jax.disable_jit(False):
+        geometry, counts, lengths = planned(
+            (40, 1), (300, 65), 4, 2, 64, window, block_size=block_size, table_width=320 // block_size,
+            options=options | scales, cache_dtype=cache_dtype, num_programs=2, stages=4,
+        )  # fmt: skip
+    ids, num_blocks = ids_of(320 // block_size)
+    rng = np.random.default_rng(0)
+    caches = [rng.integers(-99, 99, (num_blocks, 2, block_size, 64)).astype(np.float32) for _ in range(2)]
+    by_token = [x.swapaxes(1, 2)[ids].reshape(-1, 2, 64) for x in caches]
+    for kind in geometry.kinds:
+        for number in range(int(plan.count.total(plan.Counted.ITEMS, kind, counts))):
+            item = plan.find(jnp.int32(number), counts, lengths, kind)
+            end, begin = int(item.values_end), int(item.begin)
+            table = Table(ids, range(begin // block_size, -(-max(end, 1) // block_size)))
+            spans = [plan.span_of(item, jnp.int32(i), kind) for i in range(int(item.num_tiles))]
+            rings = _loaded(item, kind, caches, table)
+            row = np.arange(kind.tile)
+            for i, span in enumerate(spans):
+                token = np.array([int(x) for x in span.starts])[row // kind.segment_tokens] + row
+                seen = (token >= begin) & (token < int(item.end))
+                for ring, cached in zip(rings, by_token, strict=True):
+                    np.testing.assert_array_equal(ring[i][seen], cached[token[seen], int(item.kv_head)])
+                has_no_value = token >= end
+                np.testing.assert_array_equal(rings[1][i][has_no_value], 0)
+
+
+def _loaded(item, kind, caches, table):
+    """The tiles of K and of V of an item, as the loading warpgroup leaves them."""
+    num_tiles = max(int(item.num_tiles), kind.stages)
+    kind = replace(kind, geometry=replace(kind.geometry, tuning=replace(kind.geometry.tuning, stages=2 * num_tiles)))
+    rings = [np.full((2 * num_tiles, kind.tile, 64), np.nan, np.float32) for _ in range(2)]
+    raw = [Place(np.full((kind.tile, 64), np.nan, np.float32)) for _ in range(2)]
+    barriers = SimpleNamespace(**dict.fromkeys(
+        ("keys_consumed", "keys_ready", "values_consumed", "values_ready", "raw_keys_ready", "raw_values_ready",
+         "values_copied"), Barrier(),
+    ))  # fmt: skip
+
+    class Ring(SimpleNamespace):
+        def _replace(self, **changes):
+            return Ring(**vars(self) | changes)
+
+    smem = SimpleNamespace(
+        keys=Ring(tiles=Place(rings[0]), slot_scales=None), values=Ring(tiles=Place(rings[1]), slot_scales=None),
+        raw_keys=SimpleNamespace(rows=raw[0]), raw_values=SimpleNamespace(rows=raw[1]), barriers=lambda _: barriers,
+    )  # fmt: skip
+    inputs = SimpleNamespace(
+        key_cache=Place(caches[0]), value_cache=Place(caches[1]), block_tables=table, new_key=None, new_value=None,
+        options=SimpleNamespace(k_scale=None, v_scale=None),
+    )  # fmt: skip
+    loader = load_tiles.TileLoader(item, jnp.int32(0), kind, SimpleNamespace(inputs_gmem=inputs, smem=smem))
+    warp = [0]
+
+    def by_warps(function):
+        # A warp's copies of a later tile overwrite its own raw rows only, so warps may run one after the other.
+        for warp[0] in range(4):
+            function()
+
+    def own_rows(first_row):
+        return slice(int(first_row), int(first_row) + kind.rows_of_warp)
+
+    def zero_rows(tile_smem, kept, first_row, _):
+        row = np.arange(kind.tile)[:, None]
+        unseen = (row < int(kept.begin)) | (row >= int(kept.end))
+        own = own_rows(first_row)
+        tile_smem.array[own] = np.where(unseen[own], 0, tile_smem.array[own])
+
+    def convert_rows(raw_smem, tile_smem, first_row, _):
+        tile_smem.array[own_rows(first_row)] = raw_smem.array[own_rows(first_row)]
+
+    def axis_index(name):
+        assert name == "warp"
+        return jnp.int32(warp[0])
+
+    with (
+        mock.patch.object(load_tiles, "_as_warps", by_warps),
+        mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
+        mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
+        mock.patch.object(jax.lax, "axis_index", axis_index),
+    ):
+        if kind.geometry.converts_tiles:
+            loader.begin_raw()
+        loader.load_range(jnp.int32(0), item.num_tiles)
+    return rings
+
+
+@pytest.mark.parametrize(("queues", "splits"), [(1, 0), (3, 0), (7, 2), (40, 0)])
+def test_queues_of_decode_share_all_tiles(queues, splits):
+    """Each tile of each item is in one queue, and the merge finds the partial results of the items that are cut."""
+    rng = np.random.default_rng(queues)
+    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=4, num_kv_heads=2, tile=64)
+    seq_lens = [0, 700, 64, 1, 130, 0, 500] if queues < 40 else rng.integers(0, 2000, 9).tolist()
+    problem = Problem(**vars(made.problem) | {"num_seqs": len(seq_lens), "max_seq_len": 1900})
+    tuning = replace(made.tuning, queues=queues, splits=splits, merge=Merge.KERNEL)
+    geometry, lens = replace(made, problem=problem, tuning=tuning), jnp.array(seq_lens, jnp.int32)
+    found, ends, firsts, partials = {}, {}, {}, set()
+    for program in range(geometry.num_programs):
+
+        def keep(queued, _, __, program=program):
+            split = queued.split
+            item = int(split.item.index)
+            tiles = range(int(split.origin) // 64, int(split.origin) // 64 + int(split.num_tiles))
+            found.setdefault(item, []).extend(tiles)
+            if not queued.is_whole:
+                assert int(split.partial) not in partials
+                assert 0 <= int(split.partial) < geometry.num_partials
+                partials.add(int(split.partial))
+                of_item = firsts.setdefault(item, [])
+                of_item.append(int(split.partial))
+                if queued.is_last:
+                    ends[item] = int(decode_plan.num_queued_splits(jnp.int32(program), jnp.int32(of_item[0])))
+
+        decode_plan.for_each_split(keep, decode_plan.queue_of(lens, jnp.int32(program), geometry), lens, geometry)
+    assert found == {i: [*range(-(-min(seq_lens[i // 2], 1900) // 64))] for i in range(geometry.num_items)}
+    for item, of_item in firsts.items():
+        assert ends[item] == len(of_item)
+        places = [int(decode_plan.partial_of(jnp.int32(of_item[0]), jnp.int32(n), geometry)) for n in range(ends[item])]
+        assert places == of_item
+
+
+@pytest.mark.parametrize(("longest", "is_alike"), [(64 * 17, True), (64 * 18, False)])
+def test_lengths_that_are_alike_keep_their_splits(longest, is_alike):
+    """Alike lengths are at most a sixteenth longer than the mean."""
+    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
+    seq_lens = [64 * 16] * 30 + [longest]
+    problem = Problem(**vars(made.problem) | {"num_seqs": len(seq_lens), "max_seq_len": 4000})
+    tuning = replace(made.tuning, queues=20, splits=2, merge=Merge.KERNEL)
+    geometry, lens = replace(made, problem=problem, tuning=tuning), jnp.array(seq_lens, jnp.int32)
+    queue = decode_plan.queue_of(lens, jnp.int32(3), geometry)
+    found = int(queue.seq), int(queue.kv_head), int(queue.tile), int(queue.tiles_left)
+    assert found == ((0, 1, 8, 8) if is_alike else (4, 1, 5, 50))
