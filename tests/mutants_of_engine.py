@@ -341,4 +341,18 @@ MUTANTS_OF_ENGINE = [
         "if leaf.sharding != like.sharding:",
         "tests/test_engine_weights.py -k another_name",
     ),
+    Mutant(
+        "engine: a reset keeps the speculator's config",
+        "engine/engine.py",
+        "Speculator(config, self._proposer) if config.max_draft_tokens else None",
+        "self._speculator or (Speculator(config, self._proposer) if config.max_draft_tokens else None)",
+        "tests/test_engine_speculation.py -k switches",
+    ),
+    Mutant(
+        "engine: a measured step that verifies is not full",
+        "engine/pack.py",
+        "max(shape.num_prompts, 1)",
+        "shape.num_rows",
+        "tests/test_engine_batch.py -k verifies",
+    ),
 ]
