@@ -68,6 +68,7 @@ def test_cases_that_share_programs_stay_together():
     assert processes.dealt([FIRST, SECOND], 5) == [[FIRST, SECOND]]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_cases_only(tmp_path, monkeypatch):
     """The report keeps the order of the cases."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

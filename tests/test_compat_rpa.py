@@ -19,9 +19,9 @@ from tests import cuda_programs, rpa_cases
 from tests.rpa_cases import Case
 from tests.test_partition import COLLECTIVES, make_mesh
 
-# The first large cases; a few others are slow, and GPUs alone run the rest.
-FIRST = "complex-bfloat16-17-12x2-80", "window-hd64-128"
-MORE = {"complex-hd64-float32-1-5x1", "quantised-hd64-float8_e5m2-scales-True"}
+# The first large case; a few others are slow, and GPUs alone run the rest.
+FIRST = ("complex-bfloat16-17-12x2-80",)
+MORE = {"window-hd64-128", "complex-hd64-float32-1-5x1", "quantised-hd64-float8_e5m2-scales-True"}
 
 
 def run(function, *arrays, **options):
@@ -87,6 +87,7 @@ def test_a_donated_pool_is_read_and_written_in_place(name, platform):
         assert compiled(*arrays)[1].unsafe_buffer_pointer() == before
 
 
+@pytest.mark.slow  # `test_mosaic_gpu_interleaved.py` does the same for the pools of Hopper's kernels
 @pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
 def test_the_program_for_a_gpu_copies_no_pool(tmp_path):
     """Nothing but bitcasts stands between the donated pool and the two kernels; there is no GPU here."""

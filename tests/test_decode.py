@@ -62,7 +62,10 @@ LIKE_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in LIKE_OTHERS, pytest.mark.slow_on_cpu))
+SLOW = LIKE_OTHERS | {"alibi", "nhd-float32", "soft-cap", "sparse", "vllm-e4m3"}  # others have these, and more
+
+
+@pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in SLOW, pytest.mark.slow_on_cpu))
 def test_decode(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

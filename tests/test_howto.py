@@ -9,7 +9,10 @@ HOWTO = Path(__file__).parents[1] / "examples" / "howto"
 SCRIPTS = sorted(path.stem for path in HOWTO.glob("*.py") if path.stem != "__init__")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+SLOW = "rollouts_in_one_process", "several_gpus"  # engines, each of which compiles many programs
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCRIPTS])
 def test_runs(name, capsys):
     importlib.import_module(f"examples.howto.{name}").main()
     out = capsys.readouterr().out

@@ -50,7 +50,7 @@ def run(name, tp, prompts, **options):
     [
         ("llama", 4, PROMPTS),
         pytest.param("opt_post_norm", 2, PROMPTS[:1], marks=pytest.mark.slow),
-        ("deepseek_v2_lite", 4, PROMPTS),
+        pytest.param("deepseek_v2_lite", 4, PROMPTS, marks=pytest.mark.slow),
     ],
 )
 def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
@@ -123,6 +123,7 @@ def test_parts_of_joined_matrices_lie_with_their_heads():
         np.testing.assert_array_equal(part, np.concatenate(heads, axis=1))
 
 
+@pytest.mark.slow
 def test_generate_over_a_mesh_of_several_copies(capsys, caplog, monkeypatch):
     """Two copies share out the prompts, and draw with different seeds; there is no prompt for a third."""
     seeds, make_request = [], loop.make_request

@@ -86,7 +86,7 @@ def test_compiles(pytestconfig):
     `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same facts for every
     case.
     """
-    every = 11 if "slow" in pytestconfig.option.markexpr else 32
+    every = 13 if "slow" in pytestconfig.option.markexpr else 32
     reports = hopper_compiler.reports(f"{__name__}:all_cases:{every}")
     assert len(reports) == len(list(all_cases(every)))
     for case, said in reports:

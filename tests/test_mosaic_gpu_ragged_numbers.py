@@ -51,7 +51,11 @@ def test_queries_of_any_size_over_8_bits(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float16", "float16")], ids="-".join)
+@pytest.mark.parametrize(
+    "dtypes",
+    [("bfloat16", "float8_e4m3fn"), pytest.param(("float16", "float16"), marks=pytest.mark.slow_on_cpu)],
+    ids="-".join,
+)
 def test_many_small_weights(dtypes, implementation):
     """The result is the sum of 199 weights of exp(-18), too small for float16. The other token's value is 0."""
     query, keys, values = np.zeros((1, 1, 64)), np.zeros((13, 1, 16, 64)), np.ones((13, 1, 16, 64))

@@ -16,6 +16,7 @@ def report(tmp_path):
     return bench_scale.Report("test", tmp_path / "report.json")
 
 
+@pytest.mark.slow
 def test_ops_give_the_same_in_both_ways(report, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_scale, "ITERATIONS", 2)
     monkeypatch.setattr(bench_scale, "OPS", {op: bench_scale.OPS[op] for op in ("paged_attention", "write_and_attend")})

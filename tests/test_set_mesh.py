@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 import paged_jax
-from tests.test_flags import CALLS
+from tests.test_flags import CALLS, call_of
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
@@ -21,13 +21,14 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
     ids=lambda x: x if isinstance(x, str) else "-".join(axis_type.name for axis_type in x),
 )
 def test_within_set_mesh(axis_types, name):
-    """Calls run under jit and, for an op, without it; on arrays of one device and of NumPy."""
-    function, arrays = CALLS[name]()
-    wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
-    calls = [(jax.jit(lambda *arrays: function(*arrays)), arrays)]
+    """Ops run without jit on arrays of one device and of NumPy, and are traced under jit, where all else runs."""
+    function, arrays, wanted = call_of(name)
+    jitted = jax.jit(lambda *arrays: function(*arrays))
+    calls = [(jitted, arrays)]
     if hasattr(paged_jax, name):
-        calls += [(function, arrays), (function, jax.tree.map(np.asarray, arrays))]
+        calls = [(function, arrays), (function, jax.tree.map(np.asarray, arrays))]
     with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=axis_types, devices=jax.devices("cpu"))):
+        jitted.trace(*arrays).lower()
         results = [jax.tree.map(np.asarray, run(*given)) for run, given in calls]
     for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves([wanted] * len(calls)), strict=True):
         np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)
