@@ -201,4 +201,25 @@ MUTANTS_OF_PTX = [
         "_MOST_LAG = 16.0",
         "tests/test_mosaic_gpu_mla.py -k largest",
     ),
+    Mutant(
+        "loads: short batches are cut into queues of one tile",
+        "kernels/mosaic_gpu/decode/plan.py",
+        "_LEAST_TILES = 4",
+        "_LEAST_TILES = 1",
+        "tests/test_mosaic_gpu_loads.py -k finely",
+    ),
+    Mutant(
+        "loads: decode does not write slot 0",
+        "kernels/mosaic_gpu/decode/write.py",
+        "has_slot = (slot >= 0)",
+        "has_slot = (slot > 0)",
+        "tests/test_mosaic_gpu_loads.py -k which_program",
+    ),
+    Mutant(
+        "hopper: the series of tanh goes too far",
+        "kernels/mosaic_gpu/hopper/logits.py",
+        "_SERIES_BELOW = 0.04",
+        "_SERIES_BELOW = 0.4",
+        "tests/test_mosaic_gpu_loads.py -k capped",
+    ),
 ]

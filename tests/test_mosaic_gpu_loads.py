@@ -16,7 +16,10 @@ from paged_jax import BlockSparse
 from paged_jax.kernels.mosaic_gpu.decode import load as decode_load
 from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
 from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
+from paged_jax.kernels.mosaic_gpu.decode import write as decode_write
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
+from paged_jax.kernels.mosaic_gpu.hopper import logits as hopper_logits
+from paged_jax.kernels.mosaic_gpu.hopper import registers
 from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
 from paged_jax.kernels.mosaic_gpu.mla import load as mla_load
 from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
@@ -259,6 +262,42 @@ def _loaded(item, kind, caches, table):
     return rings
 
 
+@pytest.mark.parametrize(("slot", "seq_len", "number"), [
+    (-9, 33, 0), (-1, 33, 0), (0, 33, 0), (143, 33, 0), (144, 33, 0), (5, 64, 0), (5, 65, 0), (5, 65, 1), (5, 0, 0),
+    (5, 129, 0), (5, 129, 1),
+])  # fmt: skip
+def test_which_program_sees_and_writes_a_new_token(slot, seq_len, number):
+    """Of two splits of 64 tokens, within 128. A token that no program sees is written by the first split."""
+    made = geometry_of(cache_dtype="float16", head_size=64, tile=64, splits=2, merge=Merge.KERNEL)
+    split = decode_plan.split_of(jnp.array([seq_len]), jnp.int32(0), jnp.int32(number), made)
+    inputs = SimpleNamespace(slot_mapping=jnp.array([slot], jnp.int32))
+    found = decode_write.new_token(split, SimpleNamespace(inputs_gmem=inputs), made)
+    is_valid, position = 0 <= slot < made.problem.num_blocks * made.problem.block_size, seq_len - 1
+    tiles = -(-min(seq_len, 128) // 64)
+    own = range(0, 64 * -(-tiles // 2)) if number == 0 else range(64 * -(-tiles // 2), 128)
+    sees = is_valid and position in own and position < 128
+    assert bool(found.is_seen) == sees
+    assert bool(found.is_written) == (sees or (is_valid and number == 0 and not 0 <= position < 128))
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 1e4])
+def test_capped_logits_are_those_of_tanh(cap):
+    """Near 0, and where the series ends, too."""
+    logits = np.concatenate([np.geomspace(1e-6, 20, 400), [0.0]]).astype(np.float32) * np.float32(cap)
+    for x in (logits, -logits):
+        found, exact = np.float64(hopper_logits._capped(jnp.asarray(x), cap)), cap * np.tanh(x.astype(np.float64) / cap)
+        assert (np.abs(found - exact) <= 6e-7 * np.abs(exact)).all()
+
+
+def test_powers_of_two_and_their_inverses():
+    x = jnp.array([1.0, -1.5, 2.0, 3.9, 0.24, 1e-30, -1e30], jnp.float32)
+    powers = np.float64(registers.power_of_two(x))
+    np.testing.assert_array_equal(powers, 2.0 ** np.floor(np.log2(np.abs(np.float64(x)))))
+    np.testing.assert_array_equal(np.float64(registers.inverse(registers.power_of_two(x))), 1 / powers)
+    bounded = registers.power_of_two(jnp.array([0.0, 1e-20, jnp.nan, jnp.inf, 5.0], jnp.float32), -40, 126)
+    np.testing.assert_array_equal(np.float64(bounded), [2.0**-40, 2.0**-40, 2.0**126, 2.0**126, 4.0])
+
+
 @pytest.mark.parametrize(("queues", "splits"), [(1, 0), (3, 0), (7, 2), (40, 0)])
 def test_queues_of_decode_share_all_tiles(queues, splits):
     """Each tile of each item is in one queue, and the merge finds the partial results of the items that are cut."""
@@ -291,6 +330,16 @@ def test_queues_of_decode_share_all_tiles(queues, splits):
         assert ends[item] == len(of_item)
         places = [int(decode_plan.partial_of(jnp.int32(of_item[0]), jnp.int32(n), geometry)) for n in range(ends[item])]
         assert places == of_item
+
+
+def test_short_batches_are_not_cut_finely():
+    """A queue has four tiles or more, except the last one."""
+    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
+    problem = Problem(**vars(made.problem) | {"num_seqs": 3, "max_seq_len": 4000})
+    geometry = replace(made, problem=problem, tuning=replace(made.tuning, splits=0, queues=40, merge=Merge.KERNEL))
+    lens = jnp.array([64 * 3] * 3, jnp.int32)
+    found = [int(decode_plan.queue_of(lens, jnp.int32(i), geometry).tiles_left) for i in range(6)]
+    assert found == [4, 4, 4, 4, 2, 0]
 
 
 @pytest.mark.parametrize(("longest", "is_alike"), [(64 * 17, True), (64 * 18, False)])
