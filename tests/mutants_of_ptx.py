@@ -222,4 +222,11 @@ MUTANTS_OF_PTX = [
         "_SERIES_BELOW = 0.4",
         "tests/test_mosaic_gpu_loads.py -k capped",
     ),
+    Mutant(
+        "mla: the merge merges an item that is not there",
+        "kernels/mosaic_gpu/mla/merge.py",
+        "jnp.where(lax.rem(closing, of_seq) < items, end, 0)",
+        "jnp.where(lax.rem(closing, of_seq) <= items, end, 0)",
+        "tests/test_mosaic_gpu_loads.py -k not_merged",
+    ),
 ]

@@ -316,4 +316,18 @@ MUTANTS_OF_TRITON = [
         "end = tl.where(given, end - 1, end)",
         "interpret edges",
     ),
+    Mutant(
+        "triton: a window that begins within a tile of new tokens loses the tile",
+        "kernels/triton/device/attend.py",
+        "first = tl.maximum(tile.begin - tile.context_len, 0) // size",
+        "first = tl.cdiv(tl.maximum(tile.begin - tile.context_len, 0), size)",
+        "interpret edges",
+    ),
+    Mutant(
+        "triton: contexts of patterns are split by the tokens that nobody sees",
+        "kernels/triton/device/items.py",
+        "tokens = near + (tokens - near) // problem.block_sparse.vert_stride * cfg.patterns",
+        "tokens = near",
+        "interpret items",
+    ),
 ]

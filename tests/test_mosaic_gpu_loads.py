@@ -20,8 +20,10 @@ from paged_jax.kernels.mosaic_gpu.decode import write as decode_write
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
 from paged_jax.kernels.mosaic_gpu.hopper import logits as hopper_logits
 from paged_jax.kernels.mosaic_gpu.hopper import registers
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
 from paged_jax.kernels.mosaic_gpu.mla import load as mla_load
+from paged_jax.kernels.mosaic_gpu.mla import merge as mla_merge
 from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry as MlaGeometry
@@ -163,6 +165,31 @@ def test_latent_attention_reads_its_tokens_and_no_others(block_size):
         found = np.concatenate(rings, axis=2).reshape(-1, 576)
         order = np.concatenate([np.arange(part.first, part.first + part.size) for part in geometry.tile_parts])
         np.testing.assert_array_equal(found[:end], by_token[:end, order])
+
+
+@pytest.mark.parametrize(("query_lens", "queues"), [((9, 1, 4), 40), ((9, 1, 4), 4)])
+def test_items_that_are_not_there_are_not_merged(query_lens, queues, monkeypatch):
+    """Nobody writes where their partial results lie, so what the merge would read there may be anything."""
+    problem = problem_of(3, 16, num_queries=9)
+    problem = Problem(**vars(problem) | {"num_tokens": sum(query_lens), "max_query_len": 9})
+    geometry = MlaGeometry(problem, mla_choose.Tuning(queues=queues, width=1, left=256), one_query=False)
+    assert geometry.closes_items == (queues == 40)
+    starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
+    lengths = Lengths(jnp.array([300, 200, 100], jnp.int32), starts)
+    rows = [-(-n * 16 // 64) for n in query_lens]
+    there = [i * geometry.items_per_seq + j for i, n in enumerate(rows) for j in range(n)]
+    closings = np.full((geometry.closings, 1, 4), 99, np.int32)
+    closings[there if queues == 40 else [1, 3], 0] = 0, 2, 0, 16
+    if queues == 4:
+        closings[[0, 2], 0, 1] = 0  # no split of these queues closes an item
+    merged, axes = [], {"part": jnp.int32(0)}
+    arrays, tree = jax.tree.flatten((lengths, mla_merge.MergeRefs(jnp.asarray(closings), None, None, None, None)))
+    monkeypatch.setattr(mla_merge, "merge_parts", lambda *_: merged.append(int(axes["closing"])))
+    monkeypatch.setattr(jax.lax, "axis_index", lambda name: axes[name])
+    for i in range(geometry.closings):
+        axes["closing"] = jnp.int32(i)
+        mla_merge._kernel(*arrays, None, tree=tree, geometry=geometry)
+    assert sorted(set(merged)) == (there if queues == 40 else [1, 3])
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ SPARSE = Case(
     "sparse-partitions", 4, 2, 16, 8, "bfloat16", seq_lens=(200, 37), query_lens=(20, 1), partition_size=8, scale=-0.3,
     block_sparse=Sparse(0, 3, 16, -1, 1),
 )  # fmt: skip
+# Windows begin among the new tokens, within a tile and some tiles after the first one.
+WINDOW = Case("window-of-new-tokens", 2, 1, 16, 16, seq_lens=(150,), query_lens=(140,), sliding_window=20)
 # So many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
 MANY = Case("many-sequences", 1, 1, 16, 16, seq_lens=(3, 1) * 66, query_lens=(1, 1) * 66)
 
@@ -316,6 +318,7 @@ def main(names):
                 test_decode.test_a_head_whose_sink_is_off(run)
                 test_decode.test_partitions_longer_than_every_context(run)
                 test_ragged.test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run)
+                test_ragged.test_ragged_and_prefix(WINDOW, run)
             elif name == "cut":
                 test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":

@@ -15,7 +15,7 @@ from paged_jax.kernels.triton import ragged_tuning
 from paged_jax.kernels.triton.device.items import plan_kernel
 from paged_jax.kernels.triton.device.tiles import convert, vectors
 from paged_jax.kernels.triton.integers import cdiv
-from paged_jax.options import PerHead
+from paged_jax.options import BlockSparse, PerHead
 from tests.inputs import dtype_of
 
 
@@ -64,6 +64,37 @@ def hold(run):
         num_split, most_split = num_split + len(split), max(most_split, *np.bincount(split), 0)
     assert num_split >= 3, num_split
     assert most_split > 1, "tiles of a sequence that are split"
+    for changes, wanted in _SPLITS:
+        assert _splits_of(run, changes) == wanted, changes
+
+
+# How many splits the contexts of three sequences have, and the padding. Other numbers cost time only.
+_SPLITS = [
+    ({}, [8, 2, 4, 1]),
+    ({"prefix": True}, [8, 2, 3, 1]),
+    ({"sliding_window": 1000}, [5, 4, 5, 1]),
+    ({"block_sparse": BlockSparse(2, 5, 64, 1)}, [9, 2, 5, 1]),
+]
+
+
+def _splits_of(run, changes):
+    """The number of splits of each sequence of a batch, in a call with these options."""
+    seq_lens, query_lens = np.array([4000, 900, 1900], np.int32), np.array([100, 1, 300])
+    problem = Problem(
+        num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=Granularity.NONE,
+        v_scale=Granularity.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
+        logits_soft_cap=None, causal=True, num_seqs=3, num_tokens=410, num_blocks=8, max_blocks_per_seq=300,
+        max_seq_len=4800, max_query_len=410, **{"sliding_window": None, "block_sparse": None} | changes,
+    )  # fmt: skip
+    kernel, grid = ragged_tuning.tune(problem, Device(90, 40))
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    sizes = 410, 3, 4800, grid.at_once, grid.items, grid.split_tiles
+    items, tiles = (
+        np.full((count, ragged_tuning.ITEM_FIELDS), -9, np.int32) for count in (grid.items, grid.split_tiles)
+    )
+    grid_size = (cdiv(grid.items, kernel.tuning.plan),)
+    items, _ = run(plan_kernel, grid_size, (seq_lens, starts, *sizes), (items, tiles), kernel)
+    return [int(items[items[:, 0] == seq, 5].max()) for seq in range(4)]
 
 
 def _check(items, tiles, query_lens, padding, kernel, grid):
@@ -84,6 +115,8 @@ def _check(items, tiles, query_lens, padding, kernel, grid):
         splits_of.setdefault((seq, first_query), []).append((split, num_splits))
         if num_splits > 1:
             partials.append(partial + split)
+    for seq in set(found[:, 0]):  # the last queries see most tokens, so they start first
+        assert np.all(np.diff(found[found[:, 0] == seq, 3]) <= 0)
     every = [*enumerate(query_lens.tolist()), (len(query_lens), padding)]
     assert sorted(splits_of) == [(seq, first) for seq, count in every for first in range(0, count, rows)]
     for splits in splits_of.values():
