@@ -333,7 +333,10 @@ def test_scales_per_token_are_refused(weights):
 
 @pytest.mark.parametrize(
     ("dtype", "k_scale", "v_scale"),
-    [(jnp.float8_e4m3fn, 0.02, None), (jnp.int8, jnp.full(2, 0.05), jnp.full(2, 0.04))],
+    [
+        pytest.param(jnp.float8_e4m3fn, 0.02, None, marks=pytest.mark.slow),
+        (jnp.int8, jnp.full(2, 0.05), jnp.full(2, 0.04)),
+    ],
     ids=["float8, one scale", "int8, a scale per head"],
 )
 def test_a_narrow_cache_is_swapped(weights, dtype, k_scale, v_scale):

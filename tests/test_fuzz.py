@@ -34,13 +34,11 @@ def test_xla(capsys):
     assert passed(capsys) == 24
 
 
-@pytest.mark.parametrize(
-    ("implementation", "count"), [("triton", 2), pytest.param("mosaic_gpu", 1, marks=pytest.mark.slow)]
-)
-def test_in_the_interpreter(implementation, count, capsys):
-    flags = ["--implementation", implementation, "--interpret", "--small", "--count", str(count), "--batches", "1"]
-    flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix"]
-    flags[-1] += ",mla,mla_ragged" if implementation == "triton" else ""
+def test_in_the_interpreter(capsys):
+    """GPUs run such programs of Hopper's kernels, each of which takes eight seconds here."""
+    count = 2
+    flags = ["--implementation", "triton", "--interpret", "--small", "--count", str(count), "--batches", "1"]
+    flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix,mla,mla_ragged"]
     code = fuzz.main(flags)
     with capsys.disabled():
         print(f"\n{' '.join(flags)}")

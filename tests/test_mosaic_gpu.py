@@ -76,12 +76,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 # Other cases test the same in other combinations; only GPUs run most of these.
-MORE_INTERPRETED = {"auto-e5m2", "v1-slot", "auto-vllm-int8", "auto-cluster-int8"}
+MORE_INTERPRETED = {"v1-slot", "auto-vllm-int8", "auto-cluster-int8"}
 NOT_INTERPRETED = {
     *("auto-capped", "v2-vllm"),
     *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
     *("auto-cluster-in-slices", "auto-vllm-cluster", "v2-vllm-e5m2", "v2-sinks", "auto-large-blocks", "v1-slices"),
-    "auto-vllm",
+    *("auto-vllm", "auto-e5m2"),
 }
 
 
@@ -168,9 +168,9 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 
 # Cases in neither list have each class of tiles and each option at least once. `MORE` are slow; only GPUs run
 # `ON_GPUS`.
-MORE = "fold", "fold-vllm-int8"
+MORE = ("fold-vllm-int8",)
 ON_GPUS = (
-    *("uneven-int8", "waves", "line"),
+    *("uneven-int8", "waves", "line", "fold"),
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
     *("fold-vllm", "fold-queues-vllm", "fold-queues-int8", "fold-nhd-e5m2"),
 )

@@ -42,7 +42,8 @@ ALL_WRITING = [
 ]
 
 
-SLOW = "write-nhd", "write-cluster", "write-unevenly-past-max"
+ON_GPUS = "write-group", "write-nhd", "write-cluster"  # attention alone has cases of large groups, "nhd" and clusters
+SLOW = ("write-unevenly-past-max",)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ SLOW = "write-nhd", "write-cluster", "write-unevenly-past-max"
     [
         pytest.param(*each, marks=[pytest.mark.slow] * (each[0].name in SLOW))
         for each in ALL_WRITING
-        if each[0].name != "write-group"  # only GPUs run it: attention alone has cases of large groups
+        if each[0].name not in ON_GPUS
     ],
     ids=str,
 )

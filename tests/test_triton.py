@@ -88,9 +88,7 @@ INTERPRETED = [
     "moved-latents-float8_e5m2",
 ]
 INTERPRETED_TOO = [
-    "large-scales",
     "sparse-negative-step",
-    "long-large-logits",
     "query-float16-cache-bfloat16",
     "fused-everything",
     "split-everything",
