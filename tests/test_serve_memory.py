@@ -74,7 +74,7 @@ def test_the_cache_is_bounded_by_the_devices_memory(tiny, monkeypatch):
     """Devices that share out heads or blocks hold more of these together."""
     decoder, config, tokenizer, eos = tiny
     block = sum(cache.nbytes for cache in caches_of(tiny, "--num-blocks", "1"))
-    in_use = 1000
+    in_use = 8 * block
     limit = (in_use + 10.5 * block) / serve.MEMORY_SHARE  # for ten blocks and a half
     device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
     monkeypatch.setattr(serve.jax, "local_devices", lambda: [device])

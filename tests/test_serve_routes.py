@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import re
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from examples.server.app import LEAST_MAX_BODY, MAX_BODY, Model, Server
 from examples.server.chat import ChatTemplate
 from examples.server.fields import ApiError
 from examples.server.middleware import Access
+from examples.server.responses import Bodies
 from examples.server.worker import Worker
 from paged_jax.engine import Delta, SamplingParams
 from tests.test_serve_whole import HELLO, TOKENIZER, TOOLS, A, B, F, Scripted, ask
@@ -37,6 +39,7 @@ ERRORS = [
         None,
     ),
     ("completions", GOOD | {"prompt": "a." * 50}, 400, LONG, None, "context_length_exceeded"),
+    ("completions", GOOD | {"prompt": ["a", "a." * 50]}, 400, LONG, None, "context_length_exceeded"),
     ("completions", GOOD | {"n": 8}, 400, "8 texts are asked for at once; the server takes 7", None, None),
     ("completions", GOOD | {"prompt": [400]}, 400, "prompt must hold tokens in [0, 399]", "prompt", None),
     (
@@ -265,6 +268,22 @@ def test_calls_that_are_sent_back_keep_what_they_have():
     ).conversation.messages
     read = [call | {"function": {"name": "f", "arguments": {"x": i}}} for i, call in enumerate(calls, start=1)]
     assert message == {"role": "assistant", "content": None, "tool_calls": read, "name": "n"}
+
+
+@pytest.mark.parametrize(("most", "together", "status"), [(5, 5, None), (4, 9, 413), (9, 4, 503)])
+def test_a_body_of_five_bytes(most, together, status):
+    async def stream():
+        for piece in (b"ab", b"", b"cde"):
+            yield piece
+
+    bodies = Bodies(most, together)
+    if status is None:
+        assert asyncio.run(bodies.read(SimpleNamespace(stream=stream))) == b"abcde"
+    else:
+        with pytest.raises(ApiError) as raised:
+            asyncio.run(bodies.read(SimpleNamespace(stream=stream)))
+        assert (raised.value.status, raised.value.headers) == (status, {"connection": "close"})
+    assert bodies._num_bytes == 0
 
 
 def test_how_long_a_body_may_be():

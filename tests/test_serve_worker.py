@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
 
@@ -306,3 +307,32 @@ def test_an_idle_engine_is_well():
         assert await worker.stats() == "after 1 resets"
 
     run(story, step_seconds=0.1)
+
+
+def test_the_worker_s_own_requests(capfd):
+    """A probe wants one token, and comes after the pause, whatever else wakes the thread."""
+
+    async def story(engine, worker):
+        (ticket,) = worker.submit([([1], PARAMS)])
+        engine.outcomes.put(RuntimeError("out of luck"))
+        with pytest.raises(EngineFailed):
+            await read(ticket)
+        worker.close(ticket)
+        for _ in range(3):
+            await worker.stats()
+        assert not engine.requests, "100 s have not passed"
+        worker._next_probe = 0.0
+        await worker.stats(0.01)  # wakes the thread
+        await until(lambda: engine.requests)
+        assert list(engine.requests.values()) == [PARAMS]
+        engine.outcomes.put(None)
+        await until(lambda: worker.trouble is None)
+
+    run(story)
+
+
+def test_how_long_the_worker_waits_by_default():
+    defaults = {name: p.default for name, p in inspect.signature(Worker).parameters.items() if p.kind == p.KEYWORD_ONLY}
+    assert (defaults["step_seconds"], defaults["probe_seconds"], defaults["on_broken"]()) == (120, 1, None)
+    assert inspect.signature(Worker.stop).parameters["seconds"].default == 5
+    assert inspect.signature(Worker.stats).parameters["seconds"].default == 1
