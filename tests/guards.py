@@ -124,7 +124,11 @@ def table() -> str:
             counts = collections.Counter()
             for inner in _inner(kernel):
                 _count(inner, counts)
-            lines.append(f"{title}: {kernel.params['name']}")
+            params, [mesh] = kernel.params["compiler_params"], kernel.params["meshes"]
+            flags = params.approx_math, params.reduction_scratch_bytes, params.unsafe_no_auto_barriers
+            lines.append(
+                f"{title}: {kernel.params['name']} {flags} {mesh.num_threads} threads, clusters {mesh.cluster}"
+            )
             lines += [f"    {count} x {what}" for what, count in sorted(counts.items())]
     return "\n".join(lines) + "\n"
 
