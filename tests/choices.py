@@ -28,6 +28,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import refs as ragged_refs
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.kernels.triton import cache_tuning, mla_tuning, ragged_tuning, tuning
 from paged_jax.options import AttentionOptions, Interleaved, PerHead
+from tests.test_mosaic_gpu_ragged_plan import planned
 
 KEPT = Path(__file__).with_name("choices.txt")
 _HOPPER, _OTHERS = (90, 132), ((80, 108), (89, 58), (90, 114), (100, 148))
@@ -236,10 +237,10 @@ def _shown_write(kernel) -> str:
 
 # For each op: how many problems are shown, how many more have a digest for every 20 of them, and who chooses.
 _TABLES = {
-    "decode": (60, 460, {"hopper": _decode_on_hopper, "writes": _writes_on_hopper, "triton": _decode_of_triton}),
+    "decode": (60, 300, {"hopper": _decode_on_hopper, "writes": _writes_on_hopper, "triton": _decode_of_triton}),
     "ragged": (50, 120, {"hopper": _ragged_on_hopper, "triton": _ragged_of_triton, "write": _write_of_triton}),
     "prefix": (20, 40, {"hopper": _ragged_on_hopper, "triton": _ragged_of_triton}),
-    "mla": (40, 120, {"hopper": _mla_on_hopper, "triton": _mla_of_triton}),
+    "mla": (40, 80, {"hopper": _mla_on_hopper, "triton": _mla_of_triton}),
 }
 _OPS = {"decode": "paged_attention", "ragged": "ragged_paged_attention", "prefix": "prefix_attention"}
 
@@ -265,9 +266,28 @@ def _lines(op: str, number: int, choosers: dict):
         yield f"    {name} {_first_of(choose, problem, gpu)}"
 
 
+_BATCHES = [  # query lengths, lengths, window, options
+    ([1] * 5, [20000, 300, 300, 300, 5000], None, {}),
+    ([512, 700, 1, 1, 1], [512, 700, 4000, 9000, 100], None, {}),
+    ([100, 1, 1], [6000, 6000, 6000], 1000, {}),
+    ([64, 65, 129], [5000, 5000, 5000], None, {"block_sparse": BlockSparse(4, 8, 64, 1)}),
+]
+
+
+def _plans():
+    """How ragged batches are cut into items on Hopper: per kind, the sums of items, partial results and merges."""
+    for i, (query_lens, seq_lens, window, options) in enumerate([*_BATCHES, _BATCHES[-2]]):
+        prefix = i == len(_BATCHES)
+        made = planned(query_lens, seq_lens, 8, 2, 128, window, table_width=1300, prefix=prefix, options=options)
+        _, counts, _ = made
+        yield f"plan {i}: programs for wide items {int(counts.wide_programs[0])}, order {counts.order.tolist()}"
+        for row in counts.table.tolist():
+            yield f"    {' '.join(map(str, row[: len(seq_lens) + 2]))}"
+
+
 def table() -> str:
     """The tables of all ops."""
-    lines = []
+    lines = [*_plans()]
     for op, (shown, hidden, choosers) in _TABLES.items():
         lines += [line for i in range(shown) for line in _lines(op, i, choosers)]
         for first in range(shown, shown + hidden, 20):

@@ -110,4 +110,18 @@ MUTANTS_OF_CHOICES = [
         "(np.arange(len(query_lens)) > num_prefills)",
         "tests/test_metadata.py -k settles",
     ),
+    Mutant(
+        "choice: thin splits of a ragged batch are rounded up",
+        "kernels/mosaic_gpu/ragged/sequence.py",
+        "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5",
+        "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.874",
+        _TESTS,
+    ),
+    Mutant(
+        "choice: a window's items cost less than they see",
+        "kernels/mosaic_gpu/ragged/sequence.py",
+        "most = min(most, problem.sliding_window + kind.tokens)",
+        "most = min(most, problem.sliding_window)",
+        _TESTS,
+    ),
 ]
