@@ -43,7 +43,7 @@ def fits(*matrices: Array | jax.ShapeDtypeStruct) -> bool:
 
 @partial(jax.jit, static_argnames=("size", "activation"))  # so that all layers share what it is lowered to
 def multiply_tiles(
-    rows: BFloat16[Array, "num_rows in"],
+    rows: BFloat16[Array, "num_tiles*size in"],
     matrices: BFloat16[Array, "num_experts out in"],
     bias: Float[Array, "num_experts out"] | None,
     experts: Int32[Array, " num_tiles"],
@@ -54,7 +54,7 @@ def multiply_tiles(
     """Multiplies each tile of rows by the matrix of its expert.
 
     Args:
-        rows: bf16 `[num_tiles * size, in]`, or one tile `[size, in]` for all experts.
+        rows: bf16 `[num_tiles * size, in]`.
         matrices: bf16 `[num_experts, out, in]`.
         bias: `[num_experts, out]`, or None.
         experts: i32 `[num_tiles]`; a tile with an expert from `num_experts` on is left out, and its results are not
@@ -89,15 +89,14 @@ def _kernel(rows_gmem, matrices_gmem, experts_gmem, *others, size: int, activati
     *biases_gmem, out_gmem, rows_smem, matrices_smem, out_smem, ready = others
     num_experts, out_size, in_size = matrices_gmem.shape
     num_steps, (stages, num_halves) = in_size // _DEPTH, matrices_smem.shape[:2]
-    half, is_shared = out_size // num_halves, rows_gmem.shape[0] == size
+    half = out_size // num_halves
     num_blocks = half // _WIDTH
     tile, block = (f(lax.axis_index("program"), jnp.int32(num_blocks)) for f in (lax.div, lax.rem))
     expert = experts_gmem[tile]
 
     def copy(step):
         stage, inputs = lax.rem(step, jnp.int32(stages)), pl.ds(step * _DEPTH, _DEPTH)
-        tile_rows = pl.ds(0 if is_shared else tile * size, size)
-        plgpu.copy_gmem_to_smem(rows_gmem.at[tile_rows, inputs], rows_smem.at[stage], ready.at[stage])
+        plgpu.copy_gmem_to_smem(rows_gmem.at[pl.ds(tile * size, size), inputs], rows_smem.at[stage], ready.at[stage])
         for i in range(num_halves):
             part = matrices_gmem.at[expert, pl.ds(i * half + block * _WIDTH, _WIDTH), inputs]
             plgpu.copy_gmem_to_smem(part, matrices_smem.at[stage, i], ready.at[stage])
@@ -155,31 +154,36 @@ class Tiles(NamedTuple):
     Attributes:
         size: rows of a tile.
         experts: i32 `[num_tiles]`, `num_experts` for tiles without pairs.
-        slots: i32 `[num_pairs]`, each pair's row; a row that does not exist for pairs without an expert.
+        slots: i32 `[num_pairs]`, each pair's row. Those of pairs without an expert follow, and may not exist.
+        pairs: i32 `[num_tiles * size]`, each row's pair; 0 for rows without one.
     """
 
     size: int
     experts: Array
     slots: Array
+    pairs: Array
 
 
-def make_tiles(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Tiles:
-    """Puts pairs in tiles of equal experts; `pairs` are experts, from `num_experts` on for none.
+def make_tiles(experts: Int32[Array, " num_pairs"], num_experts: int) -> Tiles:
+    """Puts pairs in tiles of equal experts; `experts` are each pair's, from `num_experts` on for none.
 
-    Most experts need one tile: it has room for twice the mean number of an expert's pairs.
+    Most experts need one tile: it has room for at least twice the mean number of an expert's pairs.
     """
-    (num_pairs,) = pairs.shape
-    size = min(8 * pl.cdiv(2 * num_pairs, 8 * num_experts), LARGEST_TILE)
+    (num_pairs,) = experts.shape
+    size = 8
+    while size < min(2 * num_pairs / num_experts, LARGEST_TILE):
+        size *= 2
     num_tiles = (num_pairs + min(num_pairs, num_experts) * (size - 1)) // size
     # Sums of comparisons: for XLA each of them is one small kernel, unlike sorts and running sums.
-    order, ids = jnp.arange(num_pairs), jnp.arange(num_experts)
-    rank = jnp.sum((pairs[:, None] == pairs[None, :]) & (order[:, None] > order[None, :]), axis=1)
-    tiles = -(-jnp.sum(pairs[None, :] == ids[:, None], axis=1) // size)
-    ends = jnp.sum(jnp.where(ids[:, None] >= ids[None, :], tiles[None, :], 0), axis=1)
-    first = (ends - tiles)[jnp.minimum(pairs, num_experts - 1)]
-    slots = jnp.where(pairs < num_experts, first * size + rank, num_tiles * size)
-    of_tiles = jnp.sum(ends[None, :] <= jnp.arange(num_tiles)[:, None], axis=1)
-    return Tiles(size, of_tiles.astype(jnp.int32), slots)
+    order, rows = jnp.arange(num_pairs), jnp.arange(num_tiles * size)
+    is_before = ((experts[:, None] == experts[None, :]) & (order[:, None] > order[None, :])).astype(jnp.int32)
+    rank = jnp.sum(is_before, axis=1)
+    rows_begun = jnp.where((rank & (size - 1)) == 0, size, 0)  # by the first pair of each tile
+    slots = jnp.sum(jnp.where(experts[:, None] > experts[None, :], rows_begun[None, :], is_before), axis=1)
+    pairs = jnp.sum(jnp.where(slots[None, :] == rows[:, None], order[None, :], 0), axis=1)
+    begins = slots[None, :] == rows[::size, None]
+    of_tiles = jnp.min(jnp.where(begins, experts[None, :], num_experts), axis=1)
+    return Tiles(size, of_tiles, slots, pairs)
 
 
 def compute_in_tiles(
@@ -197,18 +201,12 @@ def compute_in_tiles(
         parameters: the experts' matrices and biases.
         activation: see `multiply_tiles`.
     """
-    (num_tokens, num_chosen), pairs = experts.shape, experts.reshape(-1)
-    if num_tokens == 1:  # each pair is a tile, and all tiles are the same
-        tiles = Tiles(8, pairs, 8 * jnp.arange(num_chosen))
-        rows = jnp.broadcast_to(hidden, (8, hidden.shape[1]))
-    else:
-        tiles = make_tiles(pairs, parameters["down"].shape[0])
-        token = jnp.zeros(tiles.experts.shape[0] * tiles.size, jnp.int32)
-        rows = hidden[token.at[tiles.slots].set(jnp.arange(len(pairs)) // num_chosen, mode="drop")]
+    num_tokens, num_chosen = experts.shape
+    tiles = make_tiles(experts.reshape(-1), parameters["down"].shape[0])
+    rows = hidden[tiles.pairs // num_chosen]
     product = partial(multiply_tiles, experts=tiles.experts, size=tiles.size)
     units = product(rows, parameters["gate_up"], parameters.get("gate_up_bias"), activation=activation)
     out = product(units, parameters["down"], parameters.get("down_bias"))
-    out = out[::8] if num_tokens == 1 else out.at[tiles.slots].get(mode="clip")
-    out = out.reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
+    out = out.at[tiles.slots].get(mode="clip").reshape(num_tokens, num_chosen, -1).astype(jnp.float32)
     # The rows of pairs without an expert hold anything.
     return jnp.sum(jnp.where(weights[:, :, None] != 0, out * weights[:, :, None], 0), axis=1)

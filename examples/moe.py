@@ -4,7 +4,8 @@ Source: https://arxiv.org/abs/2101.03961. A token and one of its experts are a p
 The products of all pairs are computed in one of three ways, which the numbers of pairs and experts choose:
 
     few for each expert, on Hopper    one kernel reads the matrices of the experts that are used (expert_kernel.py)
-    few pairs, elsewhere              each pair gathers its expert's matrices and sums: no other expert is read
+    few pairs, elsewhere              each pair gathers its expert's matrices and sums: no other expert is read; on
+                                      Hopper, too, if there are so few that hardly two of them have the same expert
     many pairs                        pairs are sorted by expert, and one grouped product multiplies each expert's rows
                                       by its matrix; on Hopper by `ragged_dot_mgpu` of JAX, which skips experts without
                                       rows, elsewhere by XLA
@@ -31,6 +32,7 @@ from examples.config import DecoderConfig, ExpertsConfig
 from examples.expert_kernel import Activation, compute_in_tiles, fits
 
 _MOST_ROWS = 16  # pairs of an expert, on average, from which on larger tiles are as good
+_FEWEST_EXPERTS = 4  # for a pair, so that gathers read hardly a matrix twice, and start sooner than tiles are made
 _TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles; depth of a part of the router's sums
 _MOST_IN_PARTS = 64  # rows of the router whose sums are computed in parts
 
@@ -190,7 +192,10 @@ def compute_experts(
         weights = jnp.where(is_local, weights, 0)
         experts = jnp.where(is_local, experts, num_local)  # sorted behind all others
     pairs = experts.reshape(-1)
-    if _is_hopper() and pairs.shape[0] <= _MOST_ROWS * num_local and fits(parameters["gate_up"], parameters["down"]):
+    are_all_here = part is None or config.split == "columns"  # else gathers read matrices for the others' pairs
+    is_sparse = are_all_here and pairs.shape[0] * _FEWEST_EXPERTS <= num_local
+    is_few = not is_sparse and pairs.shape[0] <= _MOST_ROWS * num_local
+    if _is_hopper() and is_few and fits(parameters["gate_up"], parameters["down"]):
         biases = dict(parameters)
         if "down_bias" in parameters and part is not None and config.split == "columns":
             biases["down_bias"] = jnp.where(part == 0, parameters["down_bias"], 0)

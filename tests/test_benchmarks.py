@@ -17,6 +17,7 @@ from benchmarks import (
     bench_cache,
     bench_ceilings,
     bench_decode,
+    bench_experts,
     bench_ragged,
     bench_step,
     bench_swap,
@@ -28,12 +29,14 @@ from benchmarks import (
     report,
     timing,
 )
+from examples import moe
+from examples.config import ExpertsConfig
 
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
 NAMES = ["bench_decode", "bench_ragged", "bench_choice", "bench_cache", "bench_swap", "bench_step", "bench_ceilings"]
-NAMES += ["bench_model", "bench_serving"]
+NAMES += ["bench_model", "bench_serving", "bench_experts"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -286,6 +289,23 @@ def test_swaps_are_checked_before_they_are_timed(direction):
     wrong = lambda *caches, implementation: caches[2:4]  # noqa: E731
     with mock.patch("paged_jax.swap_blocks", wrong), pytest.raises(ValueError, match="wrong result"):
         bench_swap.swap_seconds(4, direction, "xla", num_blocks=8)
+
+
+def test_experts_are_checked_before_they_are_timed(monkeypatch):
+    config = ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=64)
+    timed = timing.Timing(5.0, 5.0, 4, (("kernel", 5.0),))
+    monkeypatch.setattr(timing, "time_calls", lambda *_: timed)
+    monkeypatch.setattr(bench_experts, "_CALLS", 2)
+    monkeypatch.setitem(bench_experts.LAYERS, "tiny", (64, config))
+    contenders = {
+        "ours": bench_experts.CONTENDERS["ours"],
+        "wrong": lambda: mock.patch.object(moe, "_swiglu", lambda gate, up, config: gate),
+    }
+    ceiling = timing.Ceiling("GB/s", 100.0, {}, "")
+    ours, wrong = bench_experts.run(["tiny"], [1], contenders, ceiling=ceiling)["rows"]
+    assert (ours["us"], ours["kernels"]) == (5.0, [["kernel", 5.0]])
+    assert ours["work"] == 2 * 3 * 64 * 64 * 2  # two experts, three matrices of bfloat16
+    assert "error" in wrong["failed"]
 
 
 def test_a_step_runs_through_all_layers():

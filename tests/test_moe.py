@@ -81,6 +81,28 @@ def test_experts_that_are_on_no_device_of_a_pair_add_nothing():
         np.testing.assert_allclose(sum(parts), expected(hidden, experts, weights, parameters), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "split", "part", "is_tiled"),
+    [
+        (1, "columns", None, False),
+        (2, "columns", None, True),
+        (64, "columns", None, True),
+        (65, "columns", None, False),
+        (1, "columns", 0, False),
+        (1, "experts", 0, True),
+    ],
+)
+def test_how_hopper_computes_experts(num_tokens, split, part, is_tiled, monkeypatch):
+    """Of fewer pairs than a fourth of the experts each gathers its matrices, if all of these are on the device."""
+    tiled = []
+    monkeypatch.setattr(moe, "_is_hopper", lambda: True)
+    monkeypatch.setattr(moe, "compute_in_tiles", lambda hidden, *_: tiled.append(1) or hidden)
+    config = dataclasses.replace(CONFIG, intermediate_size=64, split=split)
+    arrays = jax.eval_shape(lambda: draw(num_tokens, config, 64, jnp.bfloat16))
+    jax.eval_shape(lambda *arrays: moe.compute_experts(*arrays, config=config, part=part), *arrays)
+    assert bool(tiled) == is_tiled
+
+
 @pytest.mark.parametrize("shape", [(64, 256, 128), (200, 128, 192)])
 def test_the_grouped_kernel_lowers_for_hopper(shape):
     num_rows, num_out, num_in = shape
