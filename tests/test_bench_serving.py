@@ -117,6 +117,7 @@ def setup():
     return bench_serving.Setup("tiny", config, {}, 30, engine_config, lengths, **sizes, compiler_options=QUICK_COMPILE)
 
 
+@pytest.mark.slow
 def test_all_runs_over_a_tiny_model(setup, tmp_path):
     file, picture = tmp_path / "serving.json", tmp_path / "serving.png"
     bench_serving.run(setup, peer_seconds=60, out=file)

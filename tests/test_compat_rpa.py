@@ -70,7 +70,14 @@ def pool_copies(text, pool):
     return found
 
 
-@pytest.mark.parametrize("name", ["plain-bfloat16", "padded-lanes", "padded-rows", "padded-hd64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain-bfloat16",
+        "padded-hd64",
+        *(pytest.param(f"padded-{x}", marks=pytest.mark.slow_on_cpu) for x in ("lanes", "rows")),
+    ],
+)
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_donated_pool_is_read_and_written_in_place(name, platform):
     case = rpa_cases.BY_NAME[name]

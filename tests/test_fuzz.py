@@ -161,6 +161,7 @@ def test_an_lse_near_0_may_be_off_by_what_its_terms_are():
             fuzz_check.hold_results([exact, exact + error], [exact, exact], [exact, exact])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
     """If a worker dies, as after a read outside of memory, its program is reported, and the others are still tried."""
     workers = started(monkeypatch, first="import sys; print('last words'); sys.exit(9)")
@@ -172,6 +173,7 @@ def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
     assert len(workers) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
     """The error may be a read outside of memory; all later GPU work of such a process fails."""
     answers = """print('{"outcome": "wrong", "where": "0.3", "why": "x"}\\n{"outcome": "done"}')"""

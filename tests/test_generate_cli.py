@@ -210,6 +210,7 @@ def test_given_scales_reach_the_caches(small):
         assert (np.asarray(v_scale) < 1).all()
 
 
+@pytest.mark.slow
 def test_a_cut_text_is_told_of(quiet_run, capsys):
     def notes(arguments):
         assert generate.main([*quiet_run, *arguments.split()]) == 0

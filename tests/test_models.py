@@ -75,7 +75,10 @@ def run_causal(graphdef, state, token_ids):
     return jax.lax.map(run, token_ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
+LIKE_LLAMAS = "qwen2_dynamic", "qwen2_linear", "qwen2_longrope", "qwen2_yarn"  # the same kinds of positions
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_LLAMAS)) for n in NAMES])
 def test_logits_without_a_cache(name):
     case = load(name)
     longest = max(map(len, case.sequences))

@@ -168,7 +168,7 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 
 # Cases in neither list have each class of tiles and each option at least once. `MORE` are slow; only GPUs run
 # `ON_GPUS`.
-MORE = ("fold-vllm-int8",)
+MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3"
 ON_GPUS = (
     *("uneven-int8", "waves", "line", "fold"),
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),

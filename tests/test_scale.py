@@ -40,6 +40,7 @@ def test_every_op_is_lowered_in_both_ways(op):
         assert "while" in bench_scale.lower_op(op, shape, mesh, how).as_text()
 
 
+@pytest.mark.slow
 def test_steps_of_a_model(report):
     config = scale_steps.MODELS["llama3-8b"]
     small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
