@@ -4,8 +4,8 @@ Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits
 vocabulary. XLA derives everything else from the shardings of the weights and the caches: there is one all-reduce after
 the attention and one after the MLP of each layer, and one for the embedding; and of the logits the devices exchange
 only the likeliest token of each part of the vocabulary. In decode steps a kernel (all_reduce.py) reduces all but the
-first of these sums, and does the norms after them, where the model and the GPUs allow it (`peer_sum`); on up to four GPUs
-by default, on more if `--custom-all-reduce` asks for it.
+first of these sums, and does the norms after them, where the model and the GPUs allow it (`peer_sum`); on up to four
+GPUs by default, on more if `--custom-all-reduce` asks for it.
 
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
