@@ -150,4 +150,55 @@ MUTANTS_OF_GROUPS = [
         "and self.error is None",
         REPLICAS,
     ),
+    Mutant(
+        "engine: a leader's followers go on after its end",
+        "engine/processes.py",
+        "    def __exit__(self, *_: object) -> None:\n        self.close()",
+        "    def __exit__(self, *_: object) -> None:\n        pass",
+        "tests/test_engine_edges.py -k connections",
+    ),
+    Mutant(
+        "engine: a follower's failed reset is none of its leader's",
+        "engine/processes.py",
+        """            if report["failure"]:
+                raise RuntimeError(f"follower {index} has failed: {report['failure']}")
+            if""",
+        "            if",
+        "tests/test_engine_edges.py -k leader_s_reset",
+    ),
+    Mutant(
+        "engine: a follower that is silent has reported",
+        "engine/processes.py",
+        '                raise TimeoutError(f"it has not answered for {timeout_seconds} s")',
+        "                return {}",
+        "tests/test_engine_edges.py -k for_ever",
+    ),
+    Mutant(
+        "engine: a follower that has failed reports each call",
+        "engine/processes.py",
+        '    if engine.has_failed and call != "reset":\n        return None\n',
+        "    if False:\n        return None\n",
+        "tests/test_engine_edges.py -k makes_no_call",
+    ),
+    Mutant(
+        "engine: the widest group's room on the host is all groups'",
+        "engine/pools.py",
+        "if any(len(manager.table(seat)) > len(manager.free_host_blocks) for manager in self.managers):",
+        "if len(self._widest.table(seat)) > len(self._widest.free_host_blocks):",
+        "tests/test_engine_edges.py -k agree",
+    ),
+    Mutant(
+        "engine: groups of layers agree on the last one's blocks",
+        "engine/pools.py",
+        "count, agreed = found, agreed + 1 if found == count else 1",
+        "count, agreed = found, agreed + 1",
+        "tests/test_engine_edges.py -k agree",
+    ),
+    Mutant(
+        "engine: a sequence needs what it holds once more",
+        "engine/blocks.py",
+        "return np.minimum(num_blocks, self.most_held - self.held_for(num_computed))",
+        "return np.minimum(num_blocks, self.most_held)",
+        "tests/test_engine_edges.py -k bounds_the_blocks",
+    ),
 ]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import socket
 import time
 from types import SimpleNamespace
 
@@ -22,10 +23,13 @@ from paged_jax.engine import (
     TextStream,
     compiling,
     follow,
+    processes,
 )
 from paged_jax.engine.adjust import Adjustments
+from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.pace import Pace
 from paged_jax.engine.plan import Plan, Rows
+from paged_jax.engine.pools import Pools
 from paged_jax.engine.sampling import Kind, draw
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator
@@ -241,3 +245,115 @@ def test_programs_are_compiled_beside_each_other():
         compiler.add("bad", SimpleNamespace(compile=fail))
         with pytest.raises(ValueError, match="no program"):
             compiler.finish()
+
+
+class MadeUpFollower:
+    """A leader's connection to a follower that answers each reset as it is told to."""
+
+    timeout_seconds = 1
+
+    def __init__(self, **report):
+        self.report, self.sent, self.is_closed, self.num_resets = report, [], False, 0
+
+    def send(self, content):
+        self.sent += content
+        self.num_resets = content[-1]["arguments"][1]
+
+    def receive(self, timeout_seconds):
+        return {"reset": self.num_resets, "failure": None, "num_started": 0} | self.report if timeout_seconds else {}
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_leader_closes_its_connections_at_the_end():
+    leader, follower = make_engine(64, 4, CONFIG, LeadingEngine), MadeUpFollower()
+    with leader as entered:
+        assert entered is leader
+        leader._followers = (follower,)
+        leader.reset()
+        assert [told["call"] for told in follower.sent] == ["reset"]
+    assert follower.is_closed
+    assert leader._followers == ()
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"failure": "reset raised"}, "follower 1 has failed: reset raised"),
+        ({"num_started": 3}, "follower 1 has started 3 programs and its leader 0"),
+    ],
+)
+def test_a_leader_s_reset_fails_with_a_follower_s(report, message):
+    leader = make_engine(64, 4, CONFIG, LeadingEngine)
+    leader._followers = MadeUpFollower(), MadeUpFollower(**report)
+    with pytest.raises(RuntimeError, match=message):
+        leader.reset()
+    assert leader.has_failed
+
+
+def test_nobody_waits_for_ever():
+    """A leader for followers and their reports, a follower for its leader."""
+    leader = make_engine(64, 4, CONFIG, LeadingEngine)
+    with pytest.raises(TimeoutError):
+        leader.wait_for_followers(("127.0.0.1", 0), 1, timeout_seconds=0.05)
+    ours, other = _pair()
+    with ours, other:
+        connection = processes._Follower(ours, 1)
+        assert connection.receive(0) == {}
+        with pytest.raises(TimeoutError, match=r"it has not answered for 0\.05 s"):
+            connection.receive(0.05)
+        other.sendall(b'{"a": 1}\n{"b"')
+        assert connection.receive(1) == {"a": 1}
+        assert connection.receive(0) == {}
+        other.close()
+        with pytest.raises(ConnectionError, match="its process has ended"):
+            connection.receive(1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        follow(leader, address, timeout_seconds=0.05)
+
+
+def _pair():
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return socket.create_connection(listener.getsockname()), listener.accept()[0]
+
+
+def test_a_follower_that_has_failed_makes_no_call_until_a_reset():
+    called = []
+    engine = SimpleNamespace(has_failed=True, step=lambda: called.append("step"), reset=called.append)
+    assert processes._try(engine, "step", [], None) is None
+    assert called == []
+    assert processes._try(engine, "reset", [dataclasses.asdict(CONFIG), 1], None) is None
+    assert called == [CONFIG]
+
+
+def test_groups_of_layers_agree():
+    """A sequence begins where all groups find their blocks, and is swapped out if all have room on the host."""
+
+    def group(ends, num_held, num_free):
+        return SimpleNamespace(
+            block_size=1,
+            prefix=(),
+            count_found=lambda names: max(end for end in ends if end <= len(names)),
+            find=lambda names: [len(names)],
+            table=lambda seat: [0] * num_held,
+            free_host_blocks=[0] * num_free,
+            swap_out=lambda seat: "moved",
+        )
+
+    sequence = Sequence(0, 0, SamplingParams(), [1] * 9, 9, 20, 0)
+    pools = Pools([group((7, 6, 3, 0), 2, 2), group((6, 5, 3, 0), 1, 1), group((7, 5, 3, 0), 3, 3)], [1, 1, 1])
+    assert pools.match(sequence) == (3, [[3], [3], [3]])
+    assert pools.swap_out(0) == ["moved"] * 3
+    assert Pools([group((0,), 2, 9), group((0,), 2, 1)], [1, 1]).swap_out(0) is None
+
+
+def test_a_window_bounds_the_blocks_that_a_sequence_needs():
+    """Of 40 tokens with a window of 5, in blocks of 4, two blocks are held of five at most."""
+    manager = BlockManager(20, 4, 2, 12, 0, False, sliding_window=5, most_held=5)
+    assert (manager.held_for(40), manager.needed(40, 44), manager.needed(40, 100)) == (1, 1, 4)
+    assert (manager.needed_for(40, 3), manager.needed_for(40, 99)) == (1, 4)
+    assert BlockManager(20, 4, 2, 12, 0, False).needed(40, 100) == 15
