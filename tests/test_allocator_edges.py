@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from paged_jax import allocator
-from tests.test_allocator import adopt_jit, append_jit, both, free_jit, i32, retain_jit, slots_jit, truncate_jit
+from tests.test_allocator import (
+    adopt_jit,
+    append_jit,
+    both,
+    free_jit,
+    i32,
+    release_before_jit,
+    retain_jit,
+    slots_jit,
+    truncate_jit,
+)
 
 
 @both
@@ -25,6 +35,18 @@ def test_block_0_is_a_block_like_any_other(xp):
     assert state.ref_counts.tolist() == [1]
     state = (allocator.free_blocks if xp is np else jax.jit(allocator.free_blocks))(state, i32(0))
     assert (int(state.num_free), bool(state.bad_free)) == (1, False)
+
+
+@both
+def test_sequences_may_release_few_and_many_blocks_at_once(xp):
+    """One row has nothing before its last held entry, and the other one has many."""
+    release = allocator.release_before if xp is np else release_before_jit
+    state = (allocator.append_tokens if xp is np else append_jit)(allocator.create(32, 4, 2, 10, xp=xp), i32(40, 40))[0]
+    for positions, num_released in [((0, 20), (0, 5)), ((36, 24), (9, 6)), ((37, 40), (9, 10))]:
+        state = release(state, i32(*positions))
+        held = np.asarray(state.block_tables) >= 0
+        np.testing.assert_array_equal(held, np.arange(10) >= np.array(num_released)[:, None])
+        assert int(state.num_free) == 32 - held.sum()
 
 
 @both

@@ -323,6 +323,9 @@ def test_log_probabilities_of_the_drawn_tokens_alone():
     ((result,),) = engine.generate([[1, 2]], SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0))
     assert result.prompt_logprobs == (TokenLogprob(2, 0.0),)
     assert result.logprobs == (TokenLogprob(3, 0.0), TokenLogprob(4, 0.0))
+    ((result,),) = engine.generate([[1, 2]], SamplingParams(max_tokens=2, prompt_logprobs=0))
+    assert result.prompt_logprobs == (TokenLogprob(2, 0.0),)
+    assert not result.logprobs
 
 
 def test_scales_per_token_are_refused(weights):

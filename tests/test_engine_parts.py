@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paged_jax import PagedKVCache, PagedLatentCache
 from paged_jax.engine import EngineConfig, PoolStats, SamplingParams, Stats
+from paged_jax.engine.arrays import SCALES, members, with_own_scales
 from paged_jax.engine.batch import Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.compiling import options_of
@@ -54,6 +56,25 @@ def plans_digest():
     assert max(most) == 2
     assert not scheduler.running and not scheduler.waiting  # noqa: PT018
     return digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        PagedKVCache.create(2, 4, 1, 8, dtype=jnp.int8, k_scale=0.5, v_scale=0.25),
+        PagedLatentCache.create(2, 4, 16, dtype=jnp.int8, latent_scale=0.5),
+    ],
+    ids=lambda cache: type(cache).__name__,
+)
+def test_an_engine_takes_no_scale_of_its_caller(cache):
+    """A step that updates a cache in place deletes the cache's scales, too, which other layers may share."""
+    scales = {f.name for f in dataclasses.fields(cache) if f.name.endswith("_scale")}
+    assert scales <= set(SCALES)
+    (own,) = with_own_scales([cache], [members(cache, SCALES)])
+    for name in scales:
+        value = float(getattr(own, name))
+        getattr(own, name).delete()
+        assert float(getattr(cache, name)) == value
 
 
 def test_every_process_plans_alike():

@@ -95,6 +95,18 @@ def test_log_probabilities_of_prompts(engine, config, reference, preemption):
     drain(engine)
 
 
+def test_a_batch_does_not_wait_for_earlier_requests(engine):
+    """Their tokens while it runs are lost, but not the later ones."""
+    request_id = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20))
+    ((result,),) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=3))
+    assert len(result.token_ids) == 3
+    assert engine.is_unfinished(request_id)
+    deltas = [delta for _ in range(20) for delta in engine.step()]
+    assert {delta.request_id for delta in deltas} == {request_id}
+    assert deltas[-1].finish_reason == "length"
+    drain(engine)
+
+
 def test_prompts_are_scored_as_fast_as_free_seats_allow(engine):
     """A step computes no more logits than all seats could need."""
     prompt = (PROMPTS[7] * 2)[:21]

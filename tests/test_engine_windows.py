@@ -11,7 +11,7 @@ from examples import loop
 from examples.checkpoint import load_model
 from examples.step import make_step
 from paged_jax.engine import Batch, Engine, EngineConfig, SamplingParams, pool_sizes
-from paged_jax.engine.groups import make_groups
+from paged_jax.engine.groups import blocks_used, make_groups
 from paged_jax.engine.pools import make_pools
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.seats import Seats
@@ -32,6 +32,18 @@ def test_layers_are_grouped_by_their_windows():
     groups = make_groups(caches_of([5, 9, 5, 7, 9]), [3, 100, 3, 8, None], longest=100)
     assert groups == ((None, (1, 4), 9, 32), (8, (3,), 7, 16), (3, (0, 2), 5, 32))
     assert make_groups(caches_of([4, 4]), None, longest=100) == ((None, (0, 1), 4, 32),)
+
+
+def test_one_number_of_blocks_is_for_the_largest_pools():
+    """Smaller pools give all that they have."""
+    groups = make_groups(caches_of([5, 9, 5, 7, 9]), [3, 100, 3, 8, None], longest=100)
+    config = EngineConfig(100, max_num_seqs=1, max_tokens_per_step=16)
+    given = {None: [9, 7, 5], 9: [9, 7, 5], 8: [8, 7, 5], 6: [6, 6, 5], (9, 1, 5): [9, 1, 5]}
+    for num_blocks, wanted in given.items():
+        assert blocks_used(dataclasses.replace(config, num_blocks=num_blocks), groups) == wanted
+    for num_blocks in (10, (9, 8, 5), (9, 7)):
+        with pytest.raises(ValueError, match="num_blocks must be at most the caches' "):
+            blocks_used(dataclasses.replace(config, num_blocks=num_blocks), groups)
 
 
 def test_a_pool_is_as_large_as_the_others_of_its_group():

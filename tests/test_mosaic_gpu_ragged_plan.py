@@ -118,6 +118,17 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     assert num_items - 8 == 8 * num_seqs * splits  # 8 items are padding
 
 
+@pytest.mark.parametrize("shape", [(12, 2, 64), (6, 2, 80), (32, 8, 128), (5, 1, 128)], ids=str)
+def test_all_rows_of_split_items_are_merged(shape):
+    """Also if they do not fill the last group of rows that are merged together."""
+    lens = 89 * 128, 40, 64 * 128
+    geometry, counts, _ = planned((1, 1, 3), lens, *shape, None, table_width=2048, num_programs=132)
+    kind = geometry.kinds[1]
+    rows = np.array([1, 1, 3]) * shape[0]
+    merges = -(-rows // geometry.merged_rows)
+    assert int(count.total(Counted.MERGES, kind, counts)) == merges[0] + merges[2]
+
+
 def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
     geometry, counts, lengths = planned((1,), (89 * 128,), 32, 8, 128, None, table_width=2048, num_programs=132)
