@@ -112,6 +112,7 @@ def test_chat(client):
     stream = client.chat.completions.create(
         model="tiny", messages=messages, max_completion_tokens=8, temperature=0, stream=True,
         logprobs=True, top_logprobs=3,
+        stop=[choice.message.content + "\0"],  # so that all text is held back until the last token
     )  # fmt: skip
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
