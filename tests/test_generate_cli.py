@@ -160,7 +160,13 @@ def test_prompts_from_files_and_stdin(tmp_path, monkeypatch):
     (tmp_path / "lines").write_bytes("One é\r\n\nTwo\x0cor\x85three\u2028\n".encode())
     (tmp_path / "strings.jsonl").write_text('"two\\nlines"\n"x\u2028y"\n')
     files = [f"--prompt-file={tmp_path / name}" for name in ("lines", "strings.jsonl")]
-    assert generate.parse([*files, "--prompt=Zero"]).prompt == ["Zero", "One é", "Two\x0cor\x85three\u2028", "two\nlines", "x\u2028y"]
+    assert generate.parse([*files, "--prompt=Zero"]).prompt == [
+        "Zero",
+        "One é",
+        "Two\x0cor\x85three\u2028",
+        "two\nlines",
+        "x\u2028y",
+    ]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"From stdin")))
     assert generate.parse(["--prompt-file=-"]).prompt == ["From stdin"]
 

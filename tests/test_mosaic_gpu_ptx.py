@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import pytest
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
 
 from paged_jax import BlockSparse
-from paged_jax.kernels.mosaic_gpu.hopper import lanes
+from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
 from paged_jax.kernels.mosaic_gpu.mla import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla import warps
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
@@ -54,6 +56,24 @@ def assert_swizzled(smem, wanted):
 
 def item_of(**fields):
     return Item(**dict.fromkeys(Item._fields, np.int32(0)) | {name: np.int32(x) for name, x in fields.items()})
+
+
+def test_offsets_have_64_bits(gpu):
+    """A row of queries may begin more than 4 GiB after the first one."""
+    rows, places = np.arange(THREADS, dtype=np.int32)[::-1] << 19, np.arange(THREADS, dtype=np.int32)
+    found = gpu.empty((2 * THREADS,), np.int32)
+
+    def store(_, found, rows, places):
+        row, place = (inline.element(x.registers.item(), 0) for x in (rows, places))
+        place = inline.add(inline.address(found), inline.bytes_of(place, 8))
+        inline.assembly("st.global.v2.b32 [$0], {$1, $2};", "l,r,r", place, *halves(inline.bytes_of(row, 1 << 14)))
+
+    def halves(offset):
+        i32 = ir.IntegerType.get_signless(32)
+        return [arith.trunci(i32, x) for x in (offset, arith.shrui(offset, inline.i64(32)))]
+
+    gpu.call(store, [found, rows, places])
+    np.testing.assert_array_equal(found.get().view(np.int64), rows.astype(np.int64) << 14)
 
 
 def test_gather(gpu):

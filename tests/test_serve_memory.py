@@ -113,3 +113,17 @@ def test_the_longest_text_bounds_requests(capsys):
     assert server._bodies.most_bytes == (1 << 20) + 12 * 40 * len("<|endoftext|>")
     assert serve.main(["--port", "0", "--max-model-len", "513"]) == 2
     assert "--max-model-len must be at most" in capsys.readouterr().err
+
+
+def test_a_model_knows_the_longest_text_when_its_step_is_made(tiny, monkeypatch):
+    """The step has the frequencies of LongRoPE that the limit chooses."""
+    _, config, tokenizer, _ = tiny
+    called = []
+    model = SimpleNamespace(limit=lambda longest: called.append(longest))
+    monkeypatch.setattr(serve, "peer_sum", lambda *_: None)
+    monkeypatch.setattr(serve, "make_step", lambda *_, **__: (None, called.append("step")))
+    monkeypatch.setattr(serve, "make_caches", lambda *_: ())
+    monkeypatch.setattr(serve.engine, "Engine", lambda *_, **__: "an engine")
+    options = serve.parse(["--max-model-len", "100"])
+    assert serve.make_engine(options, model, config, tokenizer, "float32", None) == "an engine"
+    assert called == [100, "step"]
