@@ -32,7 +32,7 @@ from examples.config import DecoderConfig, ExpertsConfig
 from examples.expert_kernel import Activation, compute_in_tiles, fits
 
 _MOST_ROWS = 16  # pairs of an expert, on average, from which on larger tiles are as good
-_FEWEST_EXPERTS = 4  # for a pair, so that gathers read hardly a matrix twice, and start sooner than tiles are made
+_FEWEST_EXPERTS = 4  # for a pair, so that gathers read few matrices twice; they start before tiles would be made
 _TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles; depth of a part of the router's sums
 _MOST_IN_PARTS = 64  # rows of the router whose sums are computed in parts
 

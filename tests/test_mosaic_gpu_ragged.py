@@ -239,7 +239,7 @@ def test_results_do_not_depend_on_who_takes_an_item():
     lens = {"seq_lens": (70, 200, 140, 87), "query_lens": (1, 2, 1, 1), "padding": 23}
     case = small("whole", 4, 1, 64, 16, "bfloat16", **lens)
     made = inputs.make(case)
-    operands = operands_of(case, made, max_query_len=2)  # without wide items, which there are none of
+    operands = operands_of(case, made, max_query_len=2)  # there are no wide items
     tuning = TINY_TILES | {"least_split": 1000}
     results = []
     for num_programs in (1, 2):
