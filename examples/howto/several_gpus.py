@@ -29,8 +29,14 @@ def make_engine(devices):
     cache = PagedKVCache.create(32, 8, KV_HEADS, HEAD_SIZE, dtype=jnp.float32)  # 32 blocks of 8 tokens
     specs = cache.partition_spec("tp")
     cache = jax.tree.map(lambda pool, spec: jax.device_put(pool, NamedSharding(mesh, spec)), cache, specs)
-    sizes = {"decode_rows": (4,), "mixed_tokens": (16,)}  # of the steps that are compiled; without these there are more
-    config = EngineConfig(max_model_len=128, max_num_seqs=4, max_tokens_per_step=16, adjustments=False, **sizes)
+    config = EngineConfig(
+        max_model_len=128,
+        max_num_seqs=4,
+        max_tokens_per_step=16,
+        decode_rows=(4,),  # two sizes of steps are compiled; without these two lines there are more
+        mixed_tokens=(16,),
+        adjustments=False,
+    )
     return Engine(step, weights, (cache,), config)
 
 
