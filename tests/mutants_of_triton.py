@@ -330,4 +330,11 @@ MUTANTS_OF_TRITON = [
         "tokens = near",
         "interpret items",
     ),
+    Mutant(
+        "triton: offsets of latents have 32 bits",
+        "kernels/triton/device/write.py",
+        "return (rows.to(tl.int64) * pool.head_size)",
+        "return (rows * pool.head_size)",
+        "interpret offsets",
+    ),
 ]

@@ -14,6 +14,7 @@ from paged_jax.kernels.problem import Device, Granularity, Pool, Problem
 from paged_jax.kernels.triton import ragged_tuning
 from paged_jax.kernels.triton.device.items import plan_kernel
 from paged_jax.kernels.triton.device.tiles import convert, vectors
+from paged_jax.kernels.triton.device.write import latents_at
 from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import BlockSparse, PerHead
 from tests.inputs import dtype_of
@@ -140,8 +141,22 @@ def offsets_kernel(cache, block_ids, offsets, cfg):
     tl.store(offsets + slots[:, None] * 16 + tl.arange(0, 16)[None, :], at.to(tl.int64) - cache.to(tl.int64))
 
 
+@triton.jit
+def latent_offsets_kernel(rows, offsets, cfg: tl.constexpr):
+    at = tl.arange(0, 2)
+    d = tl.arange(0, 16)[None, :]
+    tl.store(offsets + at[:, None] * 16 + d, latents_at(tl.load(rows + at), d, cfg))
+
+
 def hold_offsets(run):
     """Checks the offsets of slots in the last blocks of a pool that is far too large for 32 bits."""
+    rows = np.array([2**31 - 1, 2**27], np.int32)
+    pool = Pool(
+        num_kv_heads=1, head_size=576, block_size=16, layout="nhd", cache_dtype="bfloat16",
+        k_scale=Granularity.NONE, v_scale=Granularity.NONE,
+    )  # fmt: skip
+    (offsets,) = run(latent_offsets_kernel, (1,), (rows,), (np.zeros((2, 16), np.int64),), pool)
+    np.testing.assert_array_equal(offsets, rows[:, None].astype(np.int64) * 576 + np.arange(16))
     blocks, slots, d = np.array([2**31 - 1, 2**30], np.int32), np.arange(2)[:, None], np.arange(16)[None, :]
     for layout in ("hnd", "nhd", "vllm"):
         pool = Pool(

@@ -61,6 +61,13 @@ def _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg: tl.cons
 
 @triton.jit
 @no_type_check
+def latents_at(rows, d, pool: tl.constexpr):
+    """The offsets of elements `d`, [1, width], of latents: [n, width]. Pools may have more than 2**31 elements."""
+    return (rows.to(tl.int64) * pool.head_size)[:, None] + d
+
+
+@triton.jit
+@no_type_check
 def write_latents_kernel(
     latent, slot_mapping, scale, unused_latent, num_tokens, num_blocks, latent_cache, cfg: tl.constexpr
 ):  # fmt: skip
@@ -73,10 +80,9 @@ def write_latents_kernel(
     valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
     d = tl.arange(0, cfg.width)[None, :]
     in_latent = d < pool.head_size
-    at = (tokens.to(tl.int64) * pool.head_size)[:, None] + d
-    x = tl.load(latent + at, mask=given[:, None] & in_latent, other=0.0)
+    x = tl.load(latent + latents_at(tokens, d, pool), mask=given[:, None] & in_latent, other=0.0)
     x = _quantise(x, scale, tl.constexpr(quantisation.k_scale), 0, slot, valid, quantisation)
-    at = (slot.to(tl.int64) * pool.head_size)[:, None] + d
+    at = latents_at(slot, d, pool)
     code = _code(x, latent_cache.dtype.element_ty, quantisation)
     tl.store(latent_cache + at, code, mask=valid[:, None] & in_latent)
 
