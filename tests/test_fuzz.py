@@ -35,7 +35,7 @@ def test_xla(capsys):
 
 
 def test_in_the_interpreter(capsys):
-    """GPUs run such programs of Hopper's kernels, each of which takes eight seconds here."""
+    """GPUs run such programs of Hopper's kernels; each takes eight seconds here."""
     count = 2
     flags = ["--implementation", "triton", "--interpret", "--small", "--count", str(count), "--batches", "1"]
     flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix,mla,mla_ragged"]

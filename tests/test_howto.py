@@ -9,7 +9,7 @@ HOWTO = Path(__file__).parents[1] / "examples" / "howto"
 SCRIPTS = sorted(path.stem for path in HOWTO.glob("*.py") if path.stem != "__init__")
 
 
-SLOW = "rollouts_in_one_process", "several_gpus"  # engines, each of which compiles many programs
+SLOW = "rollouts_in_one_process", "several_gpus"  # engines that compile many programs
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCRIPTS])

@@ -22,7 +22,7 @@ EXPERTS = ExpertsConfig(num_experts=6, num_chosen=2, intermediate_size=8, shared
 
 
 def mesh_of(tp, dcp=1, platform="cpu", **different):
-    """A mesh of made-up devices, of which one may be different."""
+    """A mesh of made-up devices; one of them may be different."""
     how = {"platform": platform, "compute_capability": "9.0", "process_index": 0}
     devices = [SimpleNamespace(**how, local_hardware_id=i) for i in range(tp * dcp)]
     vars(devices[-1]).update(different)

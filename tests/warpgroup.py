@@ -212,7 +212,7 @@ class InLayout(NamedTuple):
 
 
 class OfLanes(NamedTuple):
-    """A result [64] in registers of rows, of which the four lanes of a row have different values."""
+    """A result [64] in registers of rows. The four lanes of a row have different values of it."""
 
     registers: list
     layout: Any = mgpu.WGMMA_ROW_LAYOUT
