@@ -232,7 +232,7 @@ MUTANTS_OF_MODELS = [
         "tests/test_model_configs.py -k every_field_of",
     ),
     Mutant(
-        "models: LongRoPE's factor is that of the whole context",
+        "models: LongRoPE takes the factor of the whole context",
         "examples/common_fields.py",
         "math.sqrt(1 + math.log(factor) / math.log(trained))",
         "math.sqrt(1 + math.log(factor) / math.log(longest))",

@@ -137,7 +137,7 @@ LISTS = {"short_factor": [1.5, 2], "long_factor": [3, 4.5]}
     ],
 )
 def test_every_field_of_a_rope(rope, scaling):
-    """What is left out has the value of transformers' `modeling_rope_utils`."""
+    """A field that is left out has the default that transformers gives it, in `modeling_rope_utils`."""
     fields = Fields({"max_position_embeddings": 128, "rope_parameters": rope})
     assert read_rope(fields, 4) == Rope(10000.0, scaling)
     assert read_rope(fields, 4, theta=7.0, is_interleaved=True) == Rope(7.0, scaling, None, True)

@@ -90,6 +90,14 @@ async def read(ticket):
     return [delta async for delta in ticket.deltas()]
 
 
+async def fail_a_request(engine, worker):
+    (ticket,) = worker.submit([([1], PARAMS)])
+    engine.outcomes.put(RuntimeError("out of luck"))
+    with pytest.raises(EngineFailed):
+        await read(ticket)
+    worker.close(ticket)
+
+
 def test_closing_a_request_that_failed_leaves_the_next_one_alone(capfd):
     """After an error the engine counts its requests from 0 again, so that two requests have one id."""
 
@@ -198,11 +206,7 @@ def test_a_step_without_tokens_shows_nothing(capfd, monkeypatch):
     """The first step after a reset is only launched; the next one reads its tokens, or fails."""
 
     async def story(engine, worker):
-        (ticket,) = worker.submit([([1], PARAMS)])
-        engine.outcomes.put(RuntimeError("out of luck"))
-        with pytest.raises(EngineFailed):
-            await read(ticket)
-        worker.close(ticket)
+        await fail_a_request(engine, worker)
         steps = []
         monkeypatch.setattr(engine, "step", lambda: steps.append(1) or engine.outcomes.get(timeout=20) or [])
         (ticket,) = worker.submit([([1], PARAMS)])
@@ -313,11 +317,7 @@ def test_the_worker_s_own_requests(capfd):
     """A probe wants one token, and comes after the pause, whatever else wakes the thread."""
 
     async def story(engine, worker):
-        (ticket,) = worker.submit([([1], PARAMS)])
-        engine.outcomes.put(RuntimeError("out of luck"))
-        with pytest.raises(EngineFailed):
-            await read(ticket)
-        worker.close(ticket)
+        await fail_a_request(engine, worker)
         for _ in range(3):
             await worker.stats()
         assert not engine.requests, "100 s have not passed"

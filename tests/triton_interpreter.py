@@ -302,6 +302,32 @@ def shortened(case):
     return dataclasses.replace(case, **lens)
 
 
+def hold_edges():
+    test_write_and_attend.test_tokens_past_max_seq_len_are_written_and_not_attended_to(run)
+    test_decode.test_a_head_whose_sink_is_off(run)
+    test_decode.test_partitions_longer_than_every_context(run)
+    test_ragged.test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run)
+    test_ragged.test_ragged_and_prefix(WINDOW, run)
+
+
+def hold_copies(dtype):
+    test_block_ops.test_copy_blocks(dtype, run)
+    test_block_ops.test_copy_blocks_of_many_layers(run)
+    test_block_ops.test_swap_blocks_round_trip("hnd", dtype, run)
+    test_block_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
+    with mock.patch.object(cache_ops, "CopyKernel", partial(cache_tuning.CopyKernel, scan=64)):
+        test_block_ops.test_copy_blocks_of_many_pairs(run, count=130)
+
+
+def hold_writes(layout, dtype):
+    test_cache_ops.test_write(layout, dtype, run)
+    if (layout, dtype) == ("nhd", "float8_e5m2"):
+        test_cache_ops.test_write_keeps_what_is_not_a_number(run)
+    if layout == "hnd":
+        test_cache_ops.test_write_saturates_and_rounds_to_nearest_even(dtype, run)
+        test_cache_ops.test_write_of_bfloat16_saturates_in_float16(run)
+
+
 def main(names):
     """Runs the tests of every implementation on cases. Some names have parts: "write-LAYOUT-DTYPE", "rpa-CASE"."""
     cases = {case.name: case for case in DECODE_CASES}
@@ -314,11 +340,7 @@ def main(names):
             elif name == "offsets":
                 importlib.import_module("tests.triton_items").hold_offsets(run_items)
             elif name == "edges":
-                test_write_and_attend.test_tokens_past_max_seq_len_are_written_and_not_attended_to(run)
-                test_decode.test_a_head_whose_sink_is_off(run)
-                test_decode.test_partitions_longer_than_every_context(run)
-                test_ragged.test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run)
-                test_ragged.test_ragged_and_prefix(WINDOW, run)
+                hold_edges()
             elif name == "cut":
                 test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":
@@ -376,20 +398,9 @@ def main(names):
                     with interpreted(Device(90, 1)):  # this GPU splits no context
                         test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(4, run)
             elif name.startswith("copy"):
-                test_block_ops.test_copy_blocks(name.removeprefix("copy-"), run)
-                test_block_ops.test_copy_blocks_of_many_layers(run)
-                test_block_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
-                test_block_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
-                with mock.patch.object(cache_ops, "CopyKernel", partial(cache_tuning.CopyKernel, scan=64)):
-                    test_block_ops.test_copy_blocks_of_many_pairs(run, count=130)
+                hold_copies(name.removeprefix("copy-"))
             else:
-                _, layout, dtype = name.split("-")
-                test_cache_ops.test_write(layout, dtype, run)
-                if name == "write-nhd-float8_e5m2":
-                    test_cache_ops.test_write_keeps_what_is_not_a_number(run)
-                if layout == "hnd":
-                    test_cache_ops.test_write_saturates_and_rounds_to_nearest_even(dtype, run)
-                    test_cache_ops.test_write_of_bfloat16_saturates_in_float16(run)
+                hold_writes(*name.removeprefix("write-").split("-"))
             print(name, "ok", flush=True)
 
 
