@@ -52,9 +52,8 @@ def run(op: str, operands: Any, static: Mapping[str, Any], axes: tuple[str, ...]
 
 def _attend(op: str, operands: Any, static: Mapping[str, Any], axes: tuple[str, ...], run_local: RunLocal) -> Any:
     tables, lens = _own_blocks(operands.block_tables, operands.seq_lens, operands, axes)
-    options = _sinks_once(operands.options, axes)
-    own = operands._replace(block_tables=tables, seq_lens=lens, options=options)
-    return _merged(run_local(op, own, static), axes)
+    own = operands._replace(block_tables=tables, seq_lens=lens, options=_without_sinks(operands.options))
+    return _merged(run_local(op, own, static), axes, operands.options.per_head.sinks)
 
 
 def _write_and_attend(
@@ -101,8 +100,7 @@ def _attend_to_context(
     """Attends to the tokens before this step, which all queries see. Sinks count beside the new tokens."""
     context_lens = operands.seq_lens - jnp.diff(operands.query_start_loc)
     tables, lens = _own_blocks(operands.block_tables, context_lens, operands, axes)
-    without_sinks = operands.options.per_head._replace(sinks=None)
-    options = dataclasses.replace(operands.options, per_head=without_sinks, causal=False)
+    options = dataclasses.replace(_without_sinks(operands.options), causal=False)
     own = operands._replace(block_tables=tables, seq_lens=lens, options=options)
     return _merged(run_local(op, own, static), axes)
 
@@ -194,22 +192,23 @@ def _own_blocks(block_tables: Array, seq_lens: Array, operands: Any, axes: tuple
     return own, jnp.where(local < 0, 0, lens).sum(axis=1, dtype=jnp.int32)
 
 
-def _sinks_once(options: AttentionOptions, axes: tuple[str, ...]) -> AttentionOptions:
-    """The options with the sinks on one device only."""
-    sinks = options.per_head.sinks
-    if sinks is None:
-        return options
-    sinks = jnp.where(lax.axis_index(axes) == 0, sinks, -jnp.inf)
-    return dataclasses.replace(options, per_head=options.per_head._replace(sinks=sinks))
+def _without_sinks(options: AttentionOptions) -> AttentionOptions:
+    """The options of one device's part: sinks count once, when the parts are merged."""
+    return dataclasses.replace(options, per_head=options.per_head._replace(sinks=None))
 
 
-def _merged(partial: tuple[Array, Array], axes: tuple[str, ...]) -> tuple[Array, Array]:
-    """Joins attention to the tokens of all devices; a device that has none of a row's has lse -inf."""
+def _merged(partial: tuple[Array, Array], axes: tuple[str, ...], sinks: Array | None = None) -> tuple[Array, Array]:
+    """Joins attention to the tokens of all devices, and the heads' sinks; a device with none of a row's has lse -inf."""
     out, lse = partial
     top = lax.pmax(lse, axes)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    is_empty = jnp.isneginf(top)  # such a row stays empty, whatever its sinks are
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[None].astype(top.dtype))
+    top = jnp.where(is_empty, 0.0, top)
     weight = jnp.exp(lse - top)
     summed, total = lax.psum((out.astype(jnp.float32) * weight[..., None], weight), axes)
+    if sinks is not None:
+        total += jnp.where(is_empty, 0.0, jnp.exp(sinks[None].astype(top.dtype) - top))
     out = (summed / jnp.where(total == 0, 1.0, total)[..., None]).astype(out.dtype)
     return out, top + jnp.log(total)
 

@@ -57,7 +57,7 @@ def without_distances(op):
 def _call(op, names, arrays, **static):
     positional, _, keywords = OPS[op]
     named = dict(zip(names[len(positional) :], arrays[len(positional) :], strict=True))
-    return getattr(paged_jax, op)(*arrays[: len(positional)], **named, **keywords, **static)
+    return getattr(paged_jax, op)(*arrays[: len(positional)], **named, **keywords | static)
 
 
 def assert_no_pool_is_gathered(compiled):
@@ -123,6 +123,24 @@ def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
     compiled = jax.jit(fun).lower(*placed).compile()
     assert_no_pool_is_gathered(compiled)
     assert_same(compiled(*placed), jax.jit(fun)(*arrays))
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "mla_paged_attention"])
+def test_sinks_count_where_the_first_device_has_no_block(op):
+    """Nor do they count for a row without tokens."""
+    _, names, arrays = bind(op, ("sinks",))
+    half, named = NUM_BLOCKS // 2, dict(zip(names, arrays, strict=True))
+    named.pop("alibi_slopes", None)
+    named["block_tables"] = named["block_tables"] % half + half
+    static = {"causal": False} if "query_start_loc" in named else {}
+    names, arrays = list(named), list(named.values())
+
+    def fun(*arrays):
+        return _call(op, names, arrays, **static | {"return_lse": True})
+
+    out, lse = jax.jit(fun)(*place(arrays, specs_of(op, names), make_mesh()))
+    assert_same((out, lse), jax.jit(fun)(*arrays))
+    assert np.isneginf(lse).any()
 
 
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention"])
