@@ -198,7 +198,7 @@ def _without_sinks(options: AttentionOptions) -> AttentionOptions:
 
 
 def _merged(partial: tuple[Array, Array], axes: tuple[str, ...], sinks: Array | None = None) -> tuple[Array, Array]:
-    """Joins attention to the tokens of all devices, and the heads' sinks; a device with none of a row's has lse -inf."""
+    """Joins attention to the devices' tokens, and the heads' sinks; a device without tokens of a row has lse -inf."""
     out, lse = partial
     top = lax.pmax(lse, axes)
     is_empty = jnp.isneginf(top)  # such a row stays empty, whatever its sinks are

@@ -6,6 +6,7 @@ Runs before any test module, hence before `paged_jax` is first imported: the imp
 import ctypes
 import gc
 import os
+import random
 import tempfile
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -69,12 +70,27 @@ if not has_gpu():
         ctypes.CDLL(None).mallopt(1, 0)
 
 
+def cases_beyond_samples(items):
+    """The cases that are not drawn, of tests marked as `sampled`. A test's name decides which cases are."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    beyond = []
+    for name, of_test in cases.items():
+        (size,) = of_test[0].get_closest_marker("sampled").args
+        drawn = random.Random(name).sample(of_test, min(size, len(of_test)))
+        beyond += [item for item in of_test if item not in drawn]
+    return beyond
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(config, items):
     """Deselects tests that need a GPU on machines without one, and slow tests unless they are asked for."""
-    for item in items:
-        if item.get_closest_marker("slow_on_cpu") and not item.get_closest_marker("gpu"):
-            item.add_marker("slow")
+    on_cpu = [item for item in items if not item.get_closest_marker("gpu")]
+    more = [item for item in on_cpu if item.get_closest_marker("slow_on_cpu")] + cases_beyond_samples(on_cpu)
+    for item in more:
+        item.add_marker("slow")
     unwanted = [] if has_gpu() else ["gpu"]
     unwanted += [] if "slow" in config.option.markexpr else ["slow"]
     unrunnable = {item for item in items if any(map(item.get_closest_marker, unwanted))}
