@@ -28,6 +28,10 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # stacks of every oper
 jax.config.update("jax_enable_compilation_cache", False)  # `kept_programs` turns it on, in a folder of its own
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
+# Seconds within which whatever a test waits for must happen. A passing test does not come near them, even on a busy
+# machine: no test depends on how fast the machine is, because it holds what must be unfinished at some moment.
+PATIENCE = 120
+
 # jaxtyping annotations are enforced in these modules, whose arrays were checked before. Others are left out: `ops` has
 # messages of its own, pytree classes may hold more than arrays, and Triton reads its kernels' source.
 _HOOKED = (
@@ -193,6 +197,5 @@ def running():
     """A server of the tiny model in this process: `tests.http_server.Running`. Compiling its programs takes a while."""
     from tests.http_server import Running
 
-    running = Running()
-    yield running
-    running.stop()
+    with Running() as running:
+        yield running

@@ -1,17 +1,24 @@
 """What the tests of the HTTP server share: a server in this process, one in a process of its own, and requests."""
 
 import contextlib
+import functools
 import json
 import os
+import queue
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
+
+import httpx
 
 from examples import serve
 from examples.server import http
+from tests.conftest import PATIENCE
 from tests.model_folders import short_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +29,48 @@ HELLO = [{"role": "user", "content": "Hi"}]
 JSON = {"content-type": "application/json"}
 
 
-class Running:
+class Client:
+    """Sends requests to a server on 127.0.0.1.
+
+    Attributes:
+        port: where the server listens.
+    """
+
+    port: int
+
+    def __init__(self):
+        self._connections = contextlib.ExitStack()
+
+    @property
+    def url(self):
+        """The server's address, without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path):
+        """The answer to a GET request."""
+        return httpx.get(self.url + path, timeout=PATIENCE, verify=False)
+
+    def post(self, path, **content):
+        """The answer to a POST request, whose content is `json` or `content`, as in `httpx.post`."""
+        return httpx.post(self.url + path, timeout=PATIENCE, verify=False, **content)
+
+    def connect(self, request):
+        """Sends a request, whole or in part, and returns the connection, which `disconnect` closes at the latest."""
+        connection = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
+        self._connections.enter_context(connection)
+        connection.sendall(request)
+        return connection
+
+    def disconnect(self):
+        """Closes all connections. Fixtures call it, so that a test that fails leaves none open."""
+        self._connections.close()
+
+
+class Running(Client):
     """A server on 127.0.0.1, in a thread of this process; `more` are further options of its command line."""
 
     def __init__(self, *more):
+        super().__init__()
         options = serve.parse(
             [
                 *(
@@ -44,44 +89,71 @@ class Running:
         )
         self.server = serve.make_server(options)
         self.worker, self.engine = self.server._worker, self.server._worker._engine
+        self.worker.stats = functools.partial(self.worker.stats, PATIENCE)  # tests want the present ones
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         self.http = http.make_http_server(self.server, 20)
         self.thread = threading.Thread(target=self.http.run, kwargs={"sockets": [self.listener]})
         self.thread.start()
         wait_for(lambda: self.http.started)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
     def stop(self):
         """Ends the server and its worker."""
+        self.disconnect()
         self.http.should_exit = True
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         self.listener.close()
         assert not self.thread.is_alive()
         assert not self.worker.is_alive
 
-    def connect(self, request, timeout=30):
-        """Sends a request, whole or in part, and returns the connection."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout)
-        connection.sendall(request)
-        return connection
+    @contextlib.contextmanager
+    def held(self):
+        """Lets the engine begin no step while the block runs, so that requests stay unfinished, however long it takes.
+
+        The thread of the engine waits meanwhile. It takes requests, and ends others, before each step.
+        """
+        may_go, step = threading.Event(), self.engine.step
+
+        def wait_and_step():
+            assert may_go.wait(PATIENCE), "the test never lets the engine run its step"
+            return step()
+
+        with mock.patch.object(self.engine, "step", wait_and_step):
+            try:
+                yield
+            finally:
+                may_go.set()
 
     def wait_until_idle(self):
         """Waits until no request is unfinished; then checks that no block is held or lost."""
-        wait_for(lambda: not self.engine.has_work and self.worker._unfinished == 0)
-        blocks = self.engine._blocks.counts()
-        wait_for(lambda: self.engine._blocks.counts().held == 0)
-        assert sum(blocks) == NUM_BLOCKS
+        wait_for(lambda: self.worker._unfinished == 0 and not self._blocks()[0])
+        wait_for(lambda: self._blocks()[1].held == 0)
+        assert sum(self._blocks()[1]) == NUM_BLOCKS
+
+    def _blocks(self):
+        """Whether the engine has work, and its counts of blocks, both between two steps."""
+        answers = queue.SimpleQueue()
+        self.worker._inbox.put(lambda: answers.put((self.engine.has_work, self.engine._blocks.counts())))
+        return answers.get(timeout=PATIENCE)
 
 
-class Process:
+class Process(Client):
     """A server in a process of its own, whose pool holds one long text; what it writes to stderr goes to a file.
 
-    `patch` is Python code that runs before the server is made.
+    `patch` is Python code that runs before the server is made. `is_held` keeps the engine from its steps until
+    `release`.
     """
 
-    def __init__(self, path, *options, patch=""):
-        self.path = path
+    def __init__(self, path, *options, patch="", is_held=False):
+        super().__init__()
+        self.path, self._gate = path, path.with_suffix(".go")
+        patch += _HELD.format(gate=str(self._gate)) if is_held else ""
         code = f"import sys\nfrom examples import serve\n{patch}\nsys.exit(serve.main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, "--model", str(short_tiny()), "--port", "0"]
         with path.open("w") as stderr:
@@ -89,10 +161,19 @@ class Process:
                 [*command, "--max-num-seqs", "1", "--num-blocks", "32", "--max-tokens-per-step", "16", *options],
                 cwd=ROOT, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
-        wait_for(lambda: "\n" in self.errors, 240)
-        assert self.errors.startswith("Serving tiny at http://127.0.0.1:"), self.errors
-        self.url = self.errors.splitlines()[0].split()[-1]
-        self.port = int(self.url.removesuffix("/v1").rsplit(":", 1)[1])
+
+    def wait_until_it_serves(self):
+        """Waits until the server has compiled its programs and listens."""
+        wait_for(lambda: "\n" in self.errors or self.process.poll() is not None, 5 * PATIENCE)
+        found = re.match(r"Serving tiny at http://127\.0\.0\.1:(\d+)/v1\n", self.errors)
+        assert found, self.errors
+        self.port = int(found[1])
+
+    def close(self):
+        """Ends the process, whatever it does, and closes the connections to it."""
+        self.disconnect()
+        self.process.kill()
+        self.process.wait()
 
     @property
     def errors(self):
@@ -100,16 +181,50 @@ class Process:
         return self.path.read_text()
 
     def ask(self, **fields):
-        """Asks for a long text, and returns the connection."""
-        content = GOOD | {"max_tokens": 400, "temperature": 0, "prompt": "In"} | fields
-        connection = socket.create_connection(("127.0.0.1", self.port), 60)
-        connection.sendall(http_request("/v1/completions", content))
-        return connection
+        """Asks for a text, and returns the connection. An answer with `stream` begins before the engine's first step.
 
-    def wait(self, seconds, code=0):
+        Once it has begun, the server has taken all requests that were sent before.
+        """
+        content = GOOD | {"max_tokens": 20, "temperature": 0, "prompt": "In"} | fields
+        return self.connect(http_request("/v1/completions", content))
+
+    def release(self):
+        """Lets an engine that `is_held` run its steps."""
+        self._gate.touch()
+
+    def signal(self, number):
+        """Sends the process a signal."""
+        self.process.send_signal(number)
+
+    def wait_until_it_ends(self):
+        """Waits until the server has noticed its first signal: it takes no more connections."""
+
+        def is_refused():
+            try:
+                socket.create_connection(("127.0.0.1", self.port), PATIENCE).close()
+            except ConnectionError:
+                return True
+            return False
+
+        wait_for(is_refused)
+
+    def wait(self, code=0):
         """Waits until the server has ended with this exit code; with 0, it has written nothing but where it served."""
-        assert self.process.wait(seconds) == code
+        assert self.process.wait(PATIENCE) == code
         assert code or self.errors.count("\n") == 1, self.errors
+
+
+_HELD = """
+import pathlib, time
+from paged_jax.engine import Engine
+def hold(step, gate=pathlib.Path({gate!r})):
+    def wait_and_step(self):
+        while not gate.exists():
+            time.sleep(0.01)
+        return step(self)
+    return wait_and_step
+Engine.step, serve.Worker.stop.__defaults__ = hold(Engine.step), (600,)
+"""
 
 
 def http_request(path, content):
@@ -125,17 +240,7 @@ def received(connection):
         return stream.read().decode()
 
 
-def received_soon(connection, seconds=2):
-    """Receives until the connection is closed, or nothing has come for this many seconds."""
-    connection.settimeout(seconds)
-    content = b""
-    with contextlib.suppress(TimeoutError):
-        while piece := connection.recv(1 << 16):
-            content += piece
-    return content.decode()
-
-
-def wait_for(is_done, seconds=30):
+def wait_for(is_done, seconds=PATIENCE):
     """Waits until `is_done()`, for this many seconds at most."""
     deadline = time.monotonic() + seconds
     while not is_done():

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +13,14 @@ import pytest
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
 from examples.server.chat import ChatTemplate
+from tests.conftest import PATIENCE
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, JSON, NUM_BLOCKS, PROMPT
 from tests.model_folders import short_tiny
 
 
 @pytest.fixture
 def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
     running.wait_until_idle()
 
@@ -130,9 +130,9 @@ def test_models(client):
 
 
 def test_health_and_metrics(running):
-    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
-    assert httpx.post(f"{running.url}/v1/completions", json=GOOD | {"max_tokens": 2}).status_code == 200
-    metrics = httpx.get(f"{running.url}/metrics").text
+    assert running.get("/health").json() == {"status": "ok"}
+    assert running.post("/v1/completions", json=GOOD | {"max_tokens": 2}).status_code == 200
+    metrics = running.get("/metrics").text
     values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     blocks = sum(float(values[f"paged_jax_{kind}_blocks"]) for kind in ("free", "cached", "held"))
     assert blocks == NUM_BLOCKS
@@ -223,7 +223,7 @@ def test_health_and_metrics(running):
 )
 def test_what_is_wrong_is_told_in_openais_words(running, path, content, status, word):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    answer = httpx.post(f"{running.url}/v1/{path}", content=body, headers=JSON)
+    answer = running.post(f"/v1/{path}", content=body, headers=JSON)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -238,7 +238,7 @@ def test_a_template_may_bring_text_that_is_not_unicode(running, monkeypatch):
     template = ChatTemplate("{{ messages[0].name }}")
     monkeypatch.setattr(running.server, "_model", dataclasses.replace(running.server._model, template=template))
     chat = {"model": "tiny", "messages": [HELLO[0] | {"name": "\ud800"}]}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", content=json.dumps(chat), headers=JSON)
+    answer = running.post("/v1/chat/completions", content=json.dumps(chat), headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"
 
@@ -249,10 +249,10 @@ def test_an_engine_that_fails_goes_on_with_the_next_request(running, monkeypatch
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(running.engine, "step", fail)
-    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD)
+    answer = running.post("/v1/completions", json=GOOD)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert "luck" not in answer.text
     assert "out of luck" in capfd.readouterr().err
-    assert httpx.post(f"{running.url}/v1/completions", json=GOOD).status_code == 200
-    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.post("/v1/completions", json=GOOD).status_code == 200
+    assert running.get("/health").status_code == 200

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,7 @@ def expected(running):
 
 def test_tokenize_and_detokenize(running):
     def ask(path, **content):
-        answer = httpx.post(f"{running.url}/{path}", json=content)
+        answer = running.post(f"/{path}", json=content)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -42,8 +41,8 @@ def test_tokenize_and_detokenize(running):
 
 
 def test_the_version_and_the_model_s_length(running):
-    assert httpx.get(f"{running.url}/version").json() == {"version": paged_jax.__version__}
-    (card,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert running.get("/version").json() == {"version": paged_jax.__version__}
+    (card,) = running.get("/v1/models").json()["data"]
     assert card["max_model_len"] == NUM_BLOCKS * BLOCK_SIZE
 
 
@@ -105,7 +104,7 @@ def test_a_request_may_have_sixteen_stops():
 def complete(running, **fields):
     """The answer to a request for a greedy completion of PROMPT, some fields changed."""
     content = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature": 0} | fields
-    answer = httpx.post(f"{running.url}/v1/completions", json=content, timeout=60)
+    answer = running.post("/v1/completions", json=content)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -113,7 +112,7 @@ def complete(running, **fields):
 def events_of(running, path="completions", **fields):
     """The objects of a streamed answer."""
     content = {"model": "tiny", "temperature": 0, "stream": True} | fields
-    text = httpx.post(f"{running.url}/v1/{path}", json=content, timeout=60).text
+    text = running.post(f"/v1/{path}", json=content).text
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events.pop() == "[DONE]"
     return [json.loads(event) for event in events]
@@ -246,7 +245,7 @@ def test_an_echo_with_log_probabilities(running, expected, stream, max_tokens):
 def test_a_last_message_is_gone_on_with(running):
     messages = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A list is "}]
     content = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=content | {"continue_final_message": True}).json()
+    answer = running.post("/v1/chat/completions", json=content | {"continue_final_message": True}).json()
     text = complete(running, prompt="user: What is a list?\nassistant: A list is ", max_tokens=8)["choices"][0]["text"]
     assert answer["choices"][0]["message"]["content"] == text
 
@@ -262,7 +261,7 @@ def test_tool_calls_may_stand_in_for_a_message_s_text(running, monkeypatch):
     for arguments in ('{"x": 77}', ""):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "88"}]
-    answer = httpx.post(f"{running.url}/tokenize", json={"messages": messages}).json()
+    answer = running.post("/tokenize", json={"messages": messages}).json()
     assert bytes(answer["tokens"]).decode() == '{"x": 77}88{}88'
 
 
@@ -301,7 +300,7 @@ def test_logits_that_are_no_numbers_are_no_answer(running, monkeypatch, stream):
     if stream:
         error = events_of(running, prompt="x", max_tokens=2, logprobs=1)[-1]["error"]
     else:
-        answer = httpx.post(f"{running.url}/v1/completions", json=GOOD | {"logprobs": 1})
+        answer = running.post("/v1/completions", json=GOOD | {"logprobs": 1})
         assert answer.status_code == 500
         error = answer.json()["error"]
     assert (error["type"], "no number" in error["message"]) == ("server_error", True)

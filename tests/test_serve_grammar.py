@@ -3,7 +3,6 @@
 import json
 import re
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -131,7 +130,7 @@ def test_vllms_fields(client, fields, form):
     ],
 )
 def test_what_cannot_be_done_is_refused(running, fields, message):
-    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD | fields)
+    answer = running.post("/v1/completions", json=GOOD | fields)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
 
@@ -144,10 +143,10 @@ def test_a_grammar_that_fails_while_it_runs(running, monkeypatch):
             raise RuntimeError("too complex")
 
     monkeypatch.setattr(running.server._grammars, "mask", lambda grammar: Broken())
-    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD | {"guided_regex": "a"})
+    answer = running.post("/v1/completions", json=GOOD | {"guided_regex": "a"})
     assert answer.status_code == 500
     assert "too complex" in answer.json()["error"]["message"]
-    streamed = httpx.post(f"{running.url}/v1/completions", json=GOOD | {"guided_regex": "a", "stream": True})
+    streamed = running.post("/v1/completions", json=GOOD | {"guided_regex": "a", "stream": True})
     assert "too complex" in streamed.text
     running.wait_until_idle()
 

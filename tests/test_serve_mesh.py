@@ -3,7 +3,6 @@
 import concurrent.futures
 import logging
 
-import httpx
 import pytest
 
 from examples import serve
@@ -16,13 +15,9 @@ FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # a program 
 @pytest.mark.slow
 def test_copies_of_a_split_model_answer_as_one_does(caplog):
     caplog.set_level(logging.INFO, "examples.sharding")
-    one, copies = Running(*FEW_PROGRAMS), Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2")
-    assert "XLA reduces the decode steps" in caplog.text  # CPUs lack the kernel
-    try:
+    with Running(*FEW_PROGRAMS) as one, Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2") as copies:
+        assert "XLA reduces the decode steps" in caplog.text  # CPUs lack the kernel
         texts, metrics = zip(*map(ask, (one, copies)), strict=True)
-    finally:
-        one.stop()
-        copies.stop()
     assert texts[0] == texts[1]
     assert [values["paged_jax_free_blocks"] + values["paged_jax_cached_blocks"] for values in metrics] == [
         NUM_BLOCKS,
@@ -33,16 +28,19 @@ def test_copies_of_a_split_model_answer_as_one_does(caplog):
 
 
 def ask(running):
-    """The greedy texts that follow some prompts, which are sent at the same time; then all metrics."""
+    """The greedy texts that follow some prompts, of which none ends before all have come; then all metrics."""
 
     def answer(prompt):
         content = GOOD | {"prompt": prompt, "max_tokens": 16, "temperature": 0}
-        return httpx.post(f"{running.url}/v1/completions", json=content, timeout=60).json()["choices"][0]["text"]
+        return running.post("/v1/completions", json=content).json()["choices"][0]["text"]
 
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as clients:
-        texts = list(clients.map(answer, PROMPTS))
+        with running.held():
+            texts = clients.map(answer, PROMPTS)
+            wait_for(lambda: running.worker._unfinished == len(PROMPTS))
+        texts = list(texts)
     wait_for(lambda: not running.engine.has_work)
-    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    lines = running.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return texts, {name: float(value) for name, value in values.items()}
 

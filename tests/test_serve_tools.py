@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 
-import httpx
 import openai
 import pytest
 
@@ -116,9 +115,7 @@ def test_wrong_tools_are_refused(fields, message):
 
 
 def test_a_server_without_a_parser_refuses_tools(running):
-    answer = httpx.post(
-        f"{running.url}/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "tools": [WEATHER]}
-    )
+    answer = running.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "tools": [WEATHER]})
     assert answer.status_code == 400
     assert "--tool-call-parser" in answer.json()["error"]["message"]
 
