@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from paged_jax.engine.pools import Pools
 from paged_jax.engine.sampling import Kind, draw
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator
+from tests.conftest import PATIENCE
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import VOCAB, expected_tokens
 from tests.test_engine_parts import draws
@@ -226,12 +228,13 @@ def test_progress_is_shown_on_stderr_for_each_program(monkeypatch):
 
 def test_programs_are_compiled_beside_each_other():
     """Eight at a time; the first error is raised."""
-    running, most = [], []
+    running, most, eight = [], [], threading.Barrier(8)
 
     def compile_slowly(_):
         running.append(1)
         most.append(len(running))
-        time.sleep(0.05)
+        eight.wait(PATIENCE)
+        time.sleep(0.01)  # in which a ninth would begin
         running.pop()
 
     def fail(_):
@@ -241,7 +244,7 @@ def test_programs_are_compiled_beside_each_other():
         for i in range(16):
             compiler.add(i, SimpleNamespace(compile=compile_slowly))
         assert compiler.finish() == dict.fromkeys(range(16))
-        assert 4 < max(most) <= 8
+        assert max(most) == 8
         compiler.add("bad", SimpleNamespace(compile=fail))
         with pytest.raises(ValueError, match="no program"):
             compiler.finish()

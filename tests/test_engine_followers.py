@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import logging
 import select
+import socket
 import threading
-import time
 from unittest import mock
 
 import pytest
 
 from paged_jax.engine import Engine, EngineConfig, EngineFailed, LeadingEngine, SamplingParams, follow
+from tests.conftest import PATIENCE
 from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import Rules, expected_tokens
@@ -34,7 +35,7 @@ class Group:
       salt: the weights that the followers are given at the leader's next update.
     """
 
-    def __init__(self, timeout_seconds=5.0, can_update=True):
+    def __init__(self, can_update=True):
         getters = [lambda: {"salt": self.salt}] * 2 if can_update else [lambda: {"salt": self.salt}, None]
         self.leader = make_engine(9, 4, CONFIG, LeadingEngine)
         self.followers = [make_engine(9, 4, CONFIG) for _ in range(2)]
@@ -42,34 +43,39 @@ class Group:
         address = "localhost", free_ports()
         self.salt = 0
         self.threads = [
-            threading.Thread(target=self.follow, args=(engine, address, timeout_seconds, get_weights), daemon=True)
+            threading.Thread(target=self.follow, args=(engine, address, get_weights), daemon=True)
             for engine, get_weights in zip(self.followers, getters, strict=True)
         ]
         for engine, drawn in zip(self.followers, self.drawn, strict=True):
             engine._step = lambda engine=engine, drawn=drawn: drawn.extend(news := Engine._step(engine)) or news
         for thread in self.threads:
             thread.start()
-        self.leader.wait_for_followers(address, len(self.followers), timeout_seconds)
+        self.leader.wait_for_followers(address, len(self.followers), PATIENCE)
 
     @staticmethod
-    def follow(engine, address, timeout_seconds, get_weights):
+    def follow(engine, address, get_weights):
         """Runs a follower, which may end when its leader ends."""
         with contextlib.suppress(ConnectionError):
-            follow(engine, address, timeout_seconds, get_weights=get_weights)
+            follow(engine, address, PATIENCE, get_weights=get_weights)
 
     def close(self):
         """Ends the followers and waits for them."""
         self.leader.close()
         for thread in self.threads:
-            thread.join(timeout=20)
+            thread.join(timeout=PATIENCE)
         assert not any(thread.is_alive() for thread in self.threads)
 
 
 @pytest.fixture
-def group():
-    group = Group()
-    yield group
-    group.close()
+def make_group():
+    """Makes a `Group`, which is closed when the test ends."""
+    with contextlib.ExitStack() as groups:
+        yield lambda **options: groups.enter_context(contextlib.closing(Group(**options)))
+
+
+@pytest.fixture
+def group(make_group):
+    return make_group()
 
 
 def check_alike(group):
@@ -168,9 +174,9 @@ def test_followers_take_other_weights_when_their_leader_does(group, running):
     assert tokens_of(deltas) == {(request_id, 0): wanted}
 
 
-def test_a_follower_that_takes_no_other_weights_is_noticed(caplog):
+def test_a_follower_that_takes_no_other_weights_is_noticed(make_group, caplog):
     """All processes must stop then, because their weights differ."""
-    group = Group(can_update=False)
+    group = make_group(can_update=False)
     caplog.set_level(logging.CRITICAL)
     with pytest.raises(RuntimeError, match=r"follower . has not taken .*: .* follow\(\) was given no get_weights"):
         group.leader.update_weights({"salt": 3})
@@ -178,12 +184,20 @@ def test_a_follower_that_takes_no_other_weights_is_noticed(caplog):
         group.leader.step()
     with pytest.raises(ConnectionError, match="restart all processes"):
         group.leader.reset()
-    group.close()
 
 
-def test_an_idle_leader_loses_no_follower():
-    group = Group(timeout_seconds=0.5)
-    time.sleep(1)
+def test_an_idle_leader_loses_no_follower(make_group, monkeypatch):
+    """A follower waits for its leader's next call for ever."""
+    connections, connect = [], socket.create_connection
+
+    def create_connection(*arguments, **options):
+        connections.append(connection := connect(*arguments, **options))
+        return connection
+
+    monkeypatch.setattr("paged_jax.engine.processes.socket.create_connection", create_connection)
+    group = make_group()
+    group.leader.reset()  # the followers have answered, and wait for the next call
+    assert [connection.gettimeout() for connection in connections] == [None, None]
     check_alike(group)
 
 
@@ -209,7 +223,9 @@ def test_the_leader_is_told_of_a_follower_s_failure(group, which, caplog):
     fail_at(group.followers[which], "read", 1, RuntimeError("out of luck"))
     group.leader.add_request(PROMPTS[0], PARAMS)
     group.leader.step(), group.leader.step()
-    assert select.select([follower._connection for follower in group.leader._followers], [], [], 20)[0], "no report"
+    assert select.select([follower._connection for follower in group.leader._followers], [], [], PATIENCE)[0], (
+        "no report"
+    )
     with pytest.raises(RuntimeError, match=r"follower . has failed: step raised RuntimeError: out of luck"):
         drain(group.leader)
     group.leader.reset()
@@ -250,7 +266,7 @@ def test_a_reset_waits_for_its_own_reports(group, caplog):
             failing.enter_context(mock.patch.object(engine._runner, "reset", side_effect=RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             group.leader.reset()
-        assert select.select([group.leader._followers[0]._connection], [], [], 20)[0], "no report"
+        assert select.select([group.leader._followers[0]._connection], [], [], PATIENCE)[0], "no report"
     group.leader.reset()
     check_alike(group)
 

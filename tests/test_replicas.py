@@ -1,5 +1,6 @@
 """Tests several engines that share requests: the same tokens as one engine gives, and no engine waits for another."""
 
+import concurrent.futures
 import dataclasses
 import threading
 from unittest import mock
@@ -10,7 +11,7 @@ import pytest
 from paged_jax.engine import Delta, Engine, EngineFailed, ReplicaFailed, Replicas, SamplingParams, Stats
 from paged_jax.engine.request import Seeds
 from tests import engine_model as model
-from tests.conftest import QUICK_COMPILE
+from tests.conftest import PATIENCE, QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, check_blocks, tokens_of
 
 PARAMS = SamplingParams(max_tokens=6)
@@ -39,12 +40,12 @@ class MadeUpEngine:
     """Gives each request one token a step and as many as it wants, once `may_step` lets it."""
 
     def __init__(self):
-        self.may_step, self.is_stepping, self.max_num_seqs = threading.Semaphore(0), False, 4
+        self.may_step, self.is_stepping, self.max_num_seqs = threading.Semaphore(0), threading.Event(), 4
         self.error, self.reset_error = None, None
         self.reset()
 
     def reset(self, config=None):
-        assert not self.is_stepping
+        assert not self.is_stepping.is_set()
         if self.reset_error:
             raise self.reset_error
         self.requests, self.num_added = {}, 0
@@ -53,7 +54,7 @@ class MadeUpEngine:
         pass
 
     def stats(self):
-        assert not self.is_stepping
+        assert not self.is_stepping.is_set()
         assert not self.reset_error, "an engine that has failed has no statistics"
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
         return Stats(**zeros | {"num_running": len(self.requests), "pools": ()})
@@ -73,9 +74,9 @@ class MadeUpEngine:
         return bool(self.requests)
 
     def step(self):
-        self.is_stepping = True
-        assert self.may_step.acquire(timeout=20), "the test never lets this engine run its step"
-        self.is_stepping = False
+        self.is_stepping.set()
+        assert self.may_step.acquire(timeout=PATIENCE), "the test never lets this engine run its step"
+        self.is_stepping.clear()
         if self.error:
             raise self.error
         deltas = []
@@ -196,13 +197,20 @@ def test_a_request_must_fit_into_every_engine(place):
     assert replicas.check([1], PARAMS) == 7
 
 
-def test_a_reset_waits_for_the_step_that_runs():
+def test_a_reset_waits_for_the_step_that_runs(monkeypatch):
     replicas, (slow, quick) = made_up()
     for _ in range(2):
         replicas.add_request([1], SamplingParams(max_tokens=2))
     quick.may_step.release()
     replicas.step()
-    threading.Timer(0.2, slow.may_step.release).start()
+    wait = concurrent.futures.wait
+
+    def let_it_end(running, *timeout):
+        assert not wait(running, 0).done
+        slow.may_step.release()
+        return wait(running, *timeout)
+
+    monkeypatch.setattr("concurrent.futures.wait", let_it_end)
     replicas.reset()  # the made-up engine asserts that none of its steps runs
     assert not replicas.has_work
     assert not slow.has_work
@@ -283,7 +291,7 @@ def test_statistics_do_not_wait_for_a_step():
         replicas.add_request([1], SamplingParams(max_tokens=3))
     quick.may_step.release()
     replicas.step()
-    assert slow.is_stepping
+    assert slow.is_stepping.wait(PATIENCE)
     assert replicas.stats().num_running == 1, "the slow engine has not finished a step yet"
     slow.may_step.release(9)
     quick.may_step.release(9)
@@ -293,16 +301,17 @@ def test_statistics_do_not_wait_for_a_step():
 
 def test_a_step_that_never_ends_keeps_no_reset_waiting():
     engines = [MadeUpEngine() for _ in range(2)]
-    replicas = Replicas(engines, step_timeout_seconds=0.2)
+    replicas = Replicas(engines, step_timeout_seconds=0.05)
     for _ in range(2):
         replicas.add_request([1], SamplingParams(max_tokens=3))
     engines[1].may_step.release()
     replicas.step()
-    with pytest.raises(TimeoutError, match=r"has not ended for 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"has not ended for 0\.05 s"):
         replicas.reset()
     with pytest.raises(EngineFailed, match="TimeoutError"):
         replicas.step()
     engines[0].may_step.release()
+    replicas._step_timeout_seconds = PATIENCE
     replicas.reset()
     assert not replicas.has_work
 

@@ -5,11 +5,13 @@ import contextlib
 import inspect
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from examples.server.worker import EngineFailed, Overloaded, Unavailable, Worker
 from paged_jax.engine import Delta, ReplicaFailed, SamplingParams
+from tests.conftest import PATIENCE
 
 PARAMS = SamplingParams(max_tokens=1)
 
@@ -19,7 +21,8 @@ class MadeUpEngine:
 
     def __init__(self):
         self.max_num_seqs = 1
-        self.outcomes, self.refuses, self.reset_error, self.num_resets = queue.Queue(), False, None, 0
+        self.outcomes, self.refuses, self.reset_error = queue.Queue(), False, None
+        self.num_resets = self.num_begun = 0  # and steps that have begun
         self.reset()
 
     has_failed = False
@@ -55,7 +58,8 @@ class MadeUpEngine:
         return request_id in self.requests
 
     def step(self):
-        if (error := self.outcomes.get(timeout=20)) is not None:
+        self.num_begun += 1
+        if (error := self.outcomes.get(timeout=PATIENCE)) is not None:
             raise error
         done, self.requests = self.requests, {}
         return [
@@ -70,8 +74,13 @@ def run(story, max_queued=0, **options):
     worker.start()
 
     async def whole_story():
-        await asyncio.wait_for(story(engine, worker), 20)
-        await asyncio.to_thread(worker.stop)
+        try:
+            await asyncio.wait_for(story(engine, worker), PATIENCE)
+        except BaseException:  # the thread may wait for an outcome
+            engine.outcomes.put(None)
+            raise
+        finally:
+            await asyncio.to_thread(worker.stop, PATIENCE)
 
     asyncio.run(whole_story())
     assert not worker.is_alive
@@ -208,7 +217,7 @@ def test_a_step_without_tokens_shows_nothing(capfd, monkeypatch):
     async def story(engine, worker):
         await fail_a_request(engine, worker)
         steps = []
-        monkeypatch.setattr(engine, "step", lambda: steps.append(1) or engine.outcomes.get(timeout=20) or [])
+        monkeypatch.setattr(engine, "step", lambda: steps.append(1) or engine.outcomes.get(timeout=PATIENCE) or [])
         (ticket,) = worker.submit([([1], PARAMS)])
         engine.outcomes.put(None)
         await until(lambda: len(steps) > 1)
@@ -260,7 +269,7 @@ def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
     broken = threading.Event()
 
     async def story(engine, worker):
-        stats = await worker.stats()
+        stats = await worker.stats(PATIENCE)
         engine.reset_error = MemoryError("no memory at all")
         (running,) = worker.submit([([1], PARAMS)])
         await until(lambda: engine.requests)
@@ -274,7 +283,7 @@ def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
         assert worker.broken == worker.trouble == "the engine failed and cannot be reset: no memory at all"
         with pytest.raises(Unavailable, match="no memory at all"):
             worker.submit([([3], PARAMS)])
-        assert await worker.stats() == stats == "after 1 resets"
+        assert await worker.stats(PATIENCE) == stats == "after 1 resets"
         assert worker.is_alive
 
     run(story, max_queued=1, on_broken=broken.set)
@@ -283,15 +292,24 @@ def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
     assert "no memory at all" in error
 
 
-def test_a_step_that_does_not_end_is_told_of(capfd):
+@pytest.fixture
+def clock(monkeypatch):
+    """The worker's clock, which stands still unless the test sets it."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("examples.server.worker.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_a_step_that_does_not_end_is_told_of(capfd, clock):
     async def story(engine, worker):
-        first = await worker.stats()
+        first = await worker.stats(PATIENCE)
         assert first == "after 1 resets"
         (ticket,) = worker.submit([([1], PARAMS)])
-        await until(lambda: engine.requests)
+        await until(lambda: engine.num_begun)
+        clock.now = 7.0
         assert worker.trouble is None
-        await asyncio.sleep(0.3)
-        assert "present step has not ended after" in worker.trouble
+        clock.now = 7.6
+        assert worker.trouble == "the engine's present step has not ended after 8 s"
         with pytest.raises(Unavailable, match="has not ended"):
             worker.submit([([1], PARAMS)])
         assert await worker.stats(0.05) == first, "what is known is told"
@@ -301,16 +319,18 @@ def test_a_step_that_does_not_end_is_told_of(capfd):
         assert len(await read(ticket)) == 1
         worker.close(ticket)
 
-    run(story, max_queued=1, step_seconds=0.2)
+    run(story, max_queued=1, step_seconds=7)
 
 
-def test_an_idle_engine_is_well():
+def test_an_idle_engine_is_well(clock):
     async def story(engine, worker):
-        await asyncio.sleep(0.3)
+        await worker.stats(PATIENCE)
+        await until(lambda: worker._busy_since is None)
+        clock.now = 8.0
         assert worker.trouble is None
-        assert await worker.stats() == "after 1 resets"
+        assert await worker.stats(PATIENCE) == "after 1 resets"
 
-    run(story, step_seconds=0.1)
+    run(story, step_seconds=7)
 
 
 def test_the_worker_s_own_requests(capfd):
