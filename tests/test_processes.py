@@ -14,6 +14,7 @@ import pytest
 
 from paged_jax import engine
 from tests import run_engine
+from tests.conftest import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +52,7 @@ def test_two_processes_write_the_same(wanted):
 
     def outputs(process):
         try:
-            return process.communicate(timeout=240)
+            return process.communicate(timeout=5 * PATIENCE)
         finally:
             if process.returncode != 0:  # the others would wait for it
                 for other in processes:
