@@ -8,6 +8,7 @@ kernels are traced, which any machine can do.
 """
 
 import collections
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +52,8 @@ def _call(op, *, cache_dtype="bfloat16", num_seqs=4, queries=1, heads=(8, 2), he
     return lambda arrays: getattr(paged_jax, op)(**arrays, **options, implementation="mosaic_gpu"), arrays
 
 
-_SCALES = {"k_scale": 1.0, "v_scale": 1.0}
-_SLOTS = dict.fromkeys(("k_scale", "v_scale"), jnp.ones((9, 2, 16), jnp.float32))
+_SCALES: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+_SLOTS: dict[str, Any] = dict.fromkeys(("k_scale", "v_scale"), jnp.ones((9, 2, 16), jnp.float32))
 _SINKS = jnp.ones(8, jnp.float32)
 # Calls by name, each with the GPU for which its tuning is chosen.
 _CALLS = {
@@ -114,12 +115,20 @@ def _count(jaxpr: Any, counts: collections.Counter) -> None:
             _count(inner, counts)
 
 
+@functools.cache
+def programs() -> dict[str, Any]:
+    """The traced calls by name."""
+    traced = {}
+    for title, ((function, arrays), gpu) in _CALLS.items():
+        with mock.patch.object(problem, "device", return_value=gpu):
+            traced[title] = jax.make_jaxpr(function)(arrays)
+    return traced
+
+
 def table() -> str:
     """The table's lines."""
     lines = []
-    for title, ((function, arrays), gpu) in _CALLS.items():
-        with mock.patch.object(problem, "device", return_value=gpu):
-            program = jax.make_jaxpr(function)(arrays)
+    for title, program in programs().items():
         for kernel in _kernels(program.jaxpr):
             counts = collections.Counter()
             for inner in _inner(kernel):

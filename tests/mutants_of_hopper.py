@@ -276,4 +276,11 @@ MUTANTS_OF_HOPPER = [
         "pl.when(is_later & (part.first > 0))(lambda consumed",
         "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
     ),
+    Mutant(
+        "mosaic_gpu: the addresses of a query of latents stay in registers",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS",
+        "jnp.int32(0) * QUERY_ROWS",
+        "tests/test_mosaic_gpu_guards.py -k programs",
+    ),
 ]

@@ -337,4 +337,11 @@ MUTANTS_OF_TRITON = [
         "return (rows * pool.head_size)",
         "interpret offsets",
     ),
+    Mutant(
+        "triton: splits of many sequences are merged from offsets of 32 bits",
+        "kernels/triton/device/reduce.py",
+        "row = (tl.program_id(0) // cfg.parts).to(tl.int64)",
+        "row = tl.program_id(0) // cfg.parts",
+        "tests/test_triton_compiled.py -k programs",
+    ),
 ]

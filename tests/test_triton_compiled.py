@@ -1,5 +1,6 @@
 """Compiles the Triton kernels for every architecture, without a GPU, and checks PTX and shared memory."""
 
+import importlib
 import re
 from unittest import mock
 
@@ -141,6 +142,13 @@ def hold_launches(calls, capability, tmp_path, monkeypatch):
         assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
 
 
+@needs_triton
+def test_programs_are_those_that_are_kept():
+    """`programs.txt` has what the kernels do before they are compiled."""
+    programs = importlib.import_module("tests.programs")  # which imports this file
+    programs.hold("triton", programs.triton())
+
+
 def test_shared_memory_is_what_cuda_gives_a_program():
     """The CUDA programming guide's maximum for a thread block, in KiB, by compute capability."""
     kib = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
@@ -153,19 +161,7 @@ LATENTS = [(80, "deepseek"), (89, "e4m3"), (100, "everything"), (120, "many-head
 @needs_triton
 @pytest.mark.parametrize(("capability", "name"), parameters(LATENTS, [(89, "e4m3")]))
 def test_latents_compile(capability, name, tmp_path, monkeypatch):
-    case = next(case for case in latent_cases.CASES if str(case) == name)
-    made = latent_cases.make(case)
-    latents = np.zeros((5, case.case.head_size), np.float32)
-    cache, options = made.decode["latent_cache"], made.arrays | made.static
-
-    def calls():
-        paged_jax.mla_paged_attention(**made.decode, **options)
-        paged_jax.ragged_mla_attention(**made.ragged, **options)
-        scale = made.arrays.get("latent_scale")
-        paged_jax.write_to_latent_cache(latents, cache, np.arange(5, dtype=np.int32), scale=scale)
-        paged_jax.copy_blocks(cache, None, np.zeros((3, 2), np.int32))
-
-    hold_launches(calls, capability, tmp_path, monkeypatch)
+    hold_launches(lambda: call("latents", name), capability, tmp_path, monkeypatch)
 
 
 def products_joined_to_other_lanes(ptx):
@@ -191,6 +187,9 @@ def call(op, case):
     if op == "rpa":
         made = rpa_cases.make(case)
         rpa_cases.function(case)(*made.arrays, **made.options)
+        return
+    if op == "latents":
+        call_latents(next(each for each in latent_cases.CASES if str(each) == case))
         return
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -224,3 +223,14 @@ def call(op, case):
         case "swap":
             caches = made.decode["key_cache"], made.decode["value_cache"]
             paged_jax.swap_blocks(*caches, *caches, np.zeros((3, 2), np.int32))
+
+
+def call_latents(case):
+    """Calls every op that has to do with latents on a case's inputs."""
+    made = latent_cases.make(case)
+    cache, options = made.decode["latent_cache"], made.arrays | made.static
+    paged_jax.mla_paged_attention(**made.decode, **options)
+    paged_jax.ragged_mla_attention(**made.ragged, **options)
+    latents, slots = np.zeros((5, case.case.head_size), np.float32), np.arange(5, dtype=np.int32)
+    paged_jax.write_to_latent_cache(latents, cache, slots, scale=made.arrays.get("latent_scale"))
+    paged_jax.copy_blocks(cache, None, np.zeros((3, 2), np.int32))

@@ -217,10 +217,8 @@ def signature(made):
     return tuple("constexpr" if i in ones else type_ for i, type_ in enumerate(types))
 
 
-def compiled(made, capability):
-    """Compiles a launch for this compute capability, without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def source_of(made):
+    """A launch's kernel as Triton's compiler takes it, and the compiler's options."""
     from triton.compiler import ASTSource
 
     names, types = made.kernel.arg_names, signature(made)
@@ -233,7 +231,15 @@ def compiled(made, capability):
         attrs=aligned,
     )
     chosen = made.config.tuning if isinstance(made.config, tuning.AttentionKernel) else made.config
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
+    return source, {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
+
+
+def compiled(made, capability):
+    """Compiles a launch for this compute capability, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source, options = source_of(made)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Triton's own code gives warnings
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
