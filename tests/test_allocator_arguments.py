@@ -42,6 +42,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(4)
 @both
 @pytest.mark.parametrize("form", FORMS)
 def test_counts_and_ids_of_any_form_do_the_same_and_keep_the_states_form(xp, form):
@@ -51,6 +52,7 @@ def test_counts_and_ids_of_any_form_do_the_same_and_keep_the_states_form(xp, for
     assert is_host(results) == (xp is np)
 
 
+@pytest.mark.slow_on_cpu
 def test_a_host_state_that_a_jitted_function_closes_over_becomes_a_traced_one():
     state = allocator.create(8, 4, 4, 4)
     expected = walk(state, np.asarray)

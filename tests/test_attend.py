@@ -10,6 +10,7 @@ from paged_jax import PagedKVCache, allocator
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 8, 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("query_lens", "num_prompts"),
     [

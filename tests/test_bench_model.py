@@ -25,6 +25,7 @@ def test_the_floor_of_a_step():
     assert one - none == 64 * 2**17
 
 
+@pytest.mark.slow_on_cpu
 def test_the_floor_of_experts_windows_and_latents():
     """The bytes include used experts only, tokens inside a layer's window only, and one vector for each latent."""
     config = models.MODELS["qwen3-30b-a3b"]  # 48 layers of 128 experts with three matrices of 2048 x 768; 8 are drawn

@@ -48,6 +48,7 @@ def test_inputs_are_padded():
         inputs.make(dataclasses.replace(FIRST, shapes=dataclasses.replace(SHAPES, num_blocks=8)))
 
 
+@pytest.mark.slow_on_cpu
 def test_batches_of_an_engine_share_programs():
     names = ["auto:xla", "triton"]  # Triton has no GPU to compile for here
     work = measure.Work(BENCHMARK, (FIRST, SECOND, OTHER), names, [], pool_bytes=1 << 16, timer=fake_timer)

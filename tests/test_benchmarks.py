@@ -98,6 +98,7 @@ def test_names_of_implementations(name):
             bench_decode.implementation(name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "dtype"), [("nhd", "bfloat16"), ("vllm", "int8")])
 def test_truth_reads_every_layout(layout, dtype):
     case = dataclasses.replace(TINY, layout=layout, cache_dtype=dtype)
@@ -120,6 +121,7 @@ def _no_gpu_candidate(case, inputs):
     raise peers.Absent("not here")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bench", [bench_decode, bench_ragged], ids=["decode", "ragged"])
 def test_harness_report_and_plot(bench, tmp_path, capsys):
     def ceiling(work):

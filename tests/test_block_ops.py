@@ -21,6 +21,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_copy_blocks(dtype, run):
     caches = {layout: random_caches(inputs.rng_of(dtype + layout), dtype, layout) for layout in LAYOUTS}

@@ -54,6 +54,7 @@ def test_methods_take_no_other_flag_than_a_bool():
             call("no")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("return_lse", [None, False, True])
 def test_methods_are_their_ops(return_lse):
     cache = filled("slot", "head")

@@ -66,6 +66,7 @@ def layouts_and_dtypes():
     return [pytest.param(*pair, marks=[pytest.mark.gpu] * (pair in on_gpus)) for pair in pairs]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("layout", "dtype"), layouts_and_dtypes())
 def test_write(layout, dtype, run):
     """One program writes from all source dtypes, with scales where they are allowed."""

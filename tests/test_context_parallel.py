@@ -75,6 +75,7 @@ def assert_same(actual, wanted):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("op", "axis_type"),
     [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)],
@@ -107,6 +108,7 @@ def test_sequences_are_split_over_other_devices(seqs):
     assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("op", "layout"),
     [("paged_attention", "hnd"), ("ragged_paged_attention", "nhd"), ("write_and_attend", "nhd")],
@@ -125,6 +127,7 @@ def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
     assert_same(compiled(*placed), jax.jit(fun)(*arrays))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "mla_paged_attention"])
 def test_sinks_count_where_the_first_device_has_no_block(op):
     """Nor do they count for a row without tokens."""
@@ -143,6 +146,7 @@ def test_sinks_count_where_the_first_device_has_no_block(op):
     assert np.isneginf(lse).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention"])
 def test_blocks_over_two_axes_with_sinks_and_bounded_lengths(op):
     """The axes' order is not the mesh's."""
@@ -158,6 +162,7 @@ def test_blocks_over_two_axes_with_sinks_and_bounded_lengths(op):
     assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
 
 
+@pytest.mark.slow_on_cpu
 def test_the_vllm_layout():
     positional, _, keywords = OPS["ragged_paged_attention"]
     arrays = [jnp.asarray(ARRAYS[name]) for name in positional]
@@ -173,6 +178,7 @@ def test_the_vllm_layout():
     assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_contexts_without_new_blocks_on_a_device(causal):
     """All blocks of one sequence lie on one device, and a sequence has no context at all.
@@ -251,6 +257,7 @@ def test_copies_go_from_device_to_device():
     np.testing.assert_array_equal(jax.lax.bitcast_convert_type(key_cache, jnp.uint8), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "option",
     [
@@ -292,6 +299,7 @@ def test_an_implementation_by_name_computes_the_op_alone():
     jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow_on_cpu
 def test_the_engine_takes_blocks_of_each_device_in_turn(weights):
     """Its tokens are the model's own; it swaps nothing, as the host has whole blocks."""
     windows = (None,) * engine_model.LAYERS

@@ -65,6 +65,7 @@ LIKE_OTHERS = {
 SLOW = LIKE_OTHERS | {"alibi", "nhd-float32", "soft-cap", "sparse", "vllm-e4m3"}  # others have these, and more
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in SLOW, pytest.mark.slow_on_cpu))
 def test_decode(case, run):
     made = inputs.make(case)
@@ -141,6 +142,7 @@ def hold_scaled(run, case, factor):
     assert np.all(out[1] == 0)
 
 
+@pytest.mark.slow_on_cpu
 def test_block_sparse_shifts_may_be_beyond_32_bits(run):
     hold_shifts_beyond_32_bits(run)
 
@@ -165,6 +167,7 @@ def hold_shifts_beyond_32_bits(run):
             plain.assert_close(out, exact[0], rough[0], f"{name}, {pattern}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["hnd-bfloat16", "farthest-corner", "all-empty", "equal-logits-over-100k"])
 def test_paged_attention_picks_one_of_them(name, run):
     case = BY_NAME[name]
@@ -284,6 +287,7 @@ def test_what_is_not_a_number_shows():
 NOT_NUMBERS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache_dtype", NOT_NUMBERS)
 def test_what_a_cache_has_that_is_not_a_number_shows(cache_dtype, run):
     hold_what_is_not_a_number(run, cache_dtype)
@@ -343,6 +347,7 @@ def test_partitions_longer_than_every_context(run):
     assert exp_sums.shape == (2, 4, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("max_seq_len", [0, 10, 16])
 def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
     made = inputs.make(Case("bound", seq_lens=(5, 30), query_lens=None))

@@ -19,6 +19,7 @@ from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
 
 
+@pytest.mark.sampled(1)
 def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference):
     results = engine.generate(PROMPTS, SamplingParams(max_tokens=9))
     assert [[r.token_ids for r in samples] for samples in results] == [[reference.greedy(p, 9)] for p in PROMPTS]
@@ -172,6 +173,7 @@ def test_decode_rows_are_never_starved(engine):
     drain(engine)
 
 
+@pytest.mark.sampled(1)
 def test_no_compilation_after_the_start(engine, config):
     """During 200 random requests neither the engine's counter of compiled programs nor XLA's own changes."""
     compiled = []
@@ -334,6 +336,7 @@ def test_scales_per_token_are_refused(weights):
         Engine(model.step, weights, caches, CONFIG)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("dtype", "k_scale", "v_scale"),
     [

@@ -32,6 +32,7 @@ def packed_draws(how):
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.int32) for x in jax.tree.leaves(how)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vocab", [31, 64, 70])
 def test_logits_are_changed_as_the_formulas_say(vocab):
     n, logits = 6, RNG.normal(size=(6, vocab)).astype(np.float32) * 4

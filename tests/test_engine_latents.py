@@ -15,6 +15,7 @@ SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_tokens_per_step": 32, "adj
 NAME = "deepseek_v2_lite"
 
 
+@pytest.mark.slow_on_cpu
 def test_tokens_are_those_of_transformers():
     model, config, _, _ = load_model(folder(NAME), jnp.float32)
     weights, step = make_step(model)

@@ -159,6 +159,7 @@ def test_a_sequence_that_gets_another_one_s_seat_shares_nothing_with_its_rows(le
     assert engine.stats().num_shared_tokens > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"logits_soft_cap": 5.0}, {"sliding_window": 9}, {"alibi_slopes": jnp.ones(4)}, {"sinks": jnp.ones(4)}],
@@ -186,6 +187,7 @@ def test_the_examples_attention(options):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("num_prefixes", [1, 2])
 def test_the_benchmark_checks_its_results(num_prefixes):
     query, cache, sets = bench_shared_prefix.make(Sizes(4, num_prefixes, 32, 20, (4, 2, 16), copies=2))

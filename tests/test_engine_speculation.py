@@ -313,6 +313,7 @@ class Next:
         return weights[batch.token_ids[batch.logit_rows]], caches
 
 
+@pytest.mark.slow_on_cpu
 def test_drawn_tokens_have_the_models_distribution():
     """Every guess is the most likely token, which a wrong rejection rule would favour."""
     proposer = Scripted()

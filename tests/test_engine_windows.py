@@ -136,6 +136,7 @@ def test_a_batch_names_its_groups():
         dataclasses.replace(batch, windows=(8, 6)).for_window(7)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_tokens_are_those_of_transformers(name):
     """The pools have room for all requests, or one kind of layer has pools that are too small."""

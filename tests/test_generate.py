@@ -136,6 +136,7 @@ def test_the_last_position_ends_a_sequence(tiny, programs, expected):
     assert loop.outputs(generation_of(tiny, programs, request)) == cut
 
 
+@pytest.mark.slow_on_cpu
 def test_step_by_step_gives_the_same_tokens(tiny, programs):
     sampling = loop.Sampling(0.9, top_k=20, top_p=0.95)
     request = make_request(PROMPTS, sampling=sampling, seed=3, stop=ord("s"))
@@ -234,6 +235,7 @@ def test_scales_hold_the_prompts_keys_and_values(tiny, programs):
             np.testing.assert_allclose(127 * np.asarray(scale), 1.25 * largest, rtol=1e-6)
 
 
+@pytest.mark.slow_on_cpu
 def test_an_int8_cache_changes_little(tiny, programs, expected):
     """Most of the greedy tokens stay; a cache of zeros, or of scales that are far off, would leave none."""
     _, config, _ = tiny

@@ -113,6 +113,7 @@ def test_json_has_one_object_a_prompt_and_streaming_changes_nothing(json_run, sm
 UNSET = "TERM", "PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"
 
 
+@pytest.mark.slow_on_cpu
 def test_a_bare_run_of_the_script(tmp_path):
     """The README's first command, from elsewhere, with no terminal, no stdin, and warnings as errors."""
     script = Path(generate.__file__)
@@ -187,6 +188,7 @@ def test_files_without_prompts_are_one_line_and_exit_code_2(name, content, messa
     assert message in error_of([f"--prompt-file={tmp_path / name}"], capsys)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", ["int8", pytest.param("float8_e4m3fn --k-scale 0.5", marks=pytest.mark.slow)])
 def test_cache_dtypes(options, quiet_run, capsys):
     """The library's tests compare what each dtype holds; here each runs, and other scales change the tokens."""

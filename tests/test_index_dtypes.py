@@ -19,6 +19,7 @@ def call(op, **changes):
     return getattr(paged_jax, op)(*(arrays[n] for n in names), **{n: arrays[n] for n in options}, **static)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_arrays_of_any_integer_dtype(op):
     results = call(op, **{name: ARRAYS[name].astype((np.int64, np.int16)[i % 2]) for i, name in enumerate(INDICES)})

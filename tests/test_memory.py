@@ -50,6 +50,7 @@ def test_donated_pools_are_updated_in_place(op):
     assert before == after
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks"])
 @pytest.mark.usefixtures("default_device")
 def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop(op):
@@ -98,6 +99,7 @@ def assert_layers_are_updated_in_place(steps, layers):
     assert not pool_copies(compiled, pools)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "float8_e5m2"])
 @pytest.mark.parametrize("op", WRITING_OPS)
 @pytest.mark.usefixtures("default_device")

@@ -96,6 +96,7 @@ def test_one_row_and_many_leading_axes():
         plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_shared_prefix_is_two_calls_and_a_merge(sinks, run):
     case = Case("cascade", 8, 2, seq_lens=(70, 64, 90, 65), query_lens=None, shared_blocks=4, sinks=sinks)

@@ -72,6 +72,7 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     assert decode.memory_analysis().temp_size_in_bytes < pool / 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(("split", "num_tokens"), [("columns", 1), ("experts", 9)])
 def test_devices_share_out_experts(name, split, num_tokens):
@@ -141,6 +142,7 @@ def test_generate_over_a_mesh_of_several_copies(capsys, caplog, monkeypatch):
     assert capsys.readouterr().out == wanted
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama", "dcp=2,tp=2"), pytest.param("deepseek_v2", "dcp=2", marks=pytest.mark.slow)]
 )

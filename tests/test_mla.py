@@ -34,6 +34,7 @@ def without_causal(static):
     return {name: x for name, x in static.items() if name != "causal"}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", some_on_gpus(CASES))
 def test_decode(case, run):
     made = make(case)
@@ -52,6 +53,7 @@ def test_decode(case, run):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", some_on_gpus(RAGGED_CASES))
 def test_ragged(case, run):
     hold_ragged(case, run)
@@ -135,6 +137,7 @@ NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 SLOTS = np.array([5, -1, 0, -5, NUM_SLOTS, NUM_SLOTS + 3, 2**31 - 1, -(2**31), NUM_SLOTS - 1, 17, 6, 16], np.int32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_write(dtype, run):
     """One program writes from all source dtypes, with a scale where it is allowed; all other bytes stay."""
@@ -184,6 +187,7 @@ def test_copy_and_swap_blocks(dtype, run):
     assert_same_bytes(swapped, oracle.swap(source, other, PAIRS), "swap")
 
 
+@pytest.mark.slow_on_cpu
 def test_methods_are_their_ops():
     rng = inputs.rng_of("latent-methods")
     codes = jnp.asarray(rng.integers(-99, 99, (NUM_BLOCKS, BLOCK_SIZE, LATENT_SIZE)), jnp.int8)

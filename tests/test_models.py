@@ -78,6 +78,7 @@ def run_causal(graphdef, state, token_ids):
 LIKE_LLAMAS = "qwen2_dynamic", "qwen2_linear", "qwen2_longrope", "qwen2_yarn"  # the same kinds of positions
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_LLAMAS)) for n in NAMES])
 def test_logits_without_a_cache(name):
     case = load(name)
@@ -89,6 +90,7 @@ def test_logits_without_a_cache(name):
     check_logits(case, np.concatenate([x[: len(y)] for x, y in zip(ours, case.sequences, strict=True)]))
 
 
+@pytest.mark.sampled(1)
 def test_logits_of_a_ragged_prefill(case):
     """The batch holds all sequences and padding, the cache held NaN, and the logits of all positions are compared."""
     block_size, lens = 8, np.array([len(sequence) for sequence in case.sequences], np.int32)
@@ -138,6 +140,7 @@ def paged_tokens(case, batches, block_size):
         yield from loop.outputs(generate(programs.weights, cache, request))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(WITH_PROGRAMS[0], marks=pytest.mark.slow), *WITH_PROGRAMS[1:]])
 def test_greedy_tokens_of_a_batch(name):
     """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
@@ -146,12 +149,14 @@ def test_greedy_tokens_of_a_batch(name):
     assert list(paged_tokens(case, [case.prompts], block_size=4)) == expected
 
 
+@pytest.mark.slow_on_cpu
 def test_greedy_tokens_of_single_prompts():
     case = load("gemma2")
     expected = [(tokens.tolist(), "length") for tokens in case.tokens]
     assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("name", ["llama_longrope", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_the_command_line_runs_a_folder(name, capsys):
     """The prompts and answers of llama_longrope are short enough for its short list of factors."""
@@ -168,6 +173,7 @@ def test_the_command_line_runs_a_folder(name, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == texts[1]
 
 
+@pytest.mark.slow_on_cpu
 def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence():
     """Logits and caches must be equal. The cache holds each prompt but its last token, and a row is padding.
 
@@ -267,6 +273,7 @@ def test_xla_knows_the_options(num_tokens, has_options):
     assert jax.jit(jnp.negative, compiler_options=options)(1.0) == -1
 
 
+@pytest.mark.slow_on_cpu
 def test_xla_takes_the_options_for_all_reduces(tmp_path):
     """A list of XLA's can be emptied and another one replaced, for one program."""
     code = """if True:

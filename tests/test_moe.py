@@ -68,6 +68,7 @@ def test_one_token_reads_its_experts_alone():
     assert largest <= config.num_chosen * parameters["gate_up"][0].size
 
 
+@pytest.mark.slow_on_cpu
 def test_experts_that_are_on_no_device_of_a_pair_add_nothing():
     """With half of the experts a device computes half of the pairs; both halves together are the whole."""
     config = dataclasses.replace(CONFIG, split="experts")

@@ -171,6 +171,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "seqs", "heads", "axis_type"), SPLITS)
 def test_an_op_runs_where_its_operands_lie(op, seqs, heads, axis_type, seen):
     fun, names, arrays = bind(op)
@@ -187,6 +188,7 @@ def test_an_op_runs_where_its_operands_lie(op, seqs, heads, axis_type, seen):
     assert_split(op, results, seqs, heads, mesh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_donated_pools_are_updated_in_place(op, axis_type):
@@ -228,6 +230,7 @@ def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(extra, seen):
     assert_same(results, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "axis_type"),
     [
@@ -244,6 +247,7 @@ def test_what_cannot_be_split_is_resharded(spec, axis_type):
     assert_same(jax.jit(fun)(*placed), expected("paged_attention"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_transformations_of_sharded_calls(axis_type):
     """Ops run eagerly, under vmap and in a scan."""

@@ -10,6 +10,7 @@ from paged_jax import BlockSparse
 from tests.test_partition import assert_nothing_is_exchanged, assert_same, bind, make_mesh, place, specs_of
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("op", "layout"),
     [("paged_attention_v1", "hnd"), ("ragged_paged_attention", "nhd"), ("write_and_attend", "nhd")],
@@ -23,6 +24,7 @@ def test_options_are_split_with_their_heads(op, layout):
     assert_same(compiled(*placed), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", ["paged_attention", "prefix_attention", "write_and_attend"])
 def test_every_device_has_the_scales_of_a_whole_cache(op):
     fun, names, arrays = bind(op, ("k_scale", "v_scale"))
@@ -36,6 +38,7 @@ def test_every_device_has_the_scales_of_a_whole_cache(op):
 
 
 # The pattern shifts from head to head or from kv head to kv head; all devices have one pattern; groups are split.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("step", "stride", "heads"),
     [

@@ -24,6 +24,7 @@ def of_one_kv_head(names, arrays):
     return [x if axis is None else x.take([0], axis) for x, axis in zip(arrays, head_axes, strict=True)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("heads", [None, "tp"])
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "write_and_attend"])

@@ -26,6 +26,7 @@ def is_like_others(case):
     return case.name not in kept and (pairs is not None or case.name in LIKE_OTHERS)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", marked(RAGGED_CASES, is_like_others, pytest.mark.gpu))
 def test_ragged_and_prefix(case, run):
     made = inputs.make(case)
@@ -86,6 +87,7 @@ NOT_CAUSAL = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", marked(NOT_CAUSAL, is_like_others, pytest.mark.gpu))
 def test_without_causality_every_query_sees_all_of_its_sequence(case, run):
     made = inputs.make(case)
@@ -138,6 +140,7 @@ SPLIT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", marked(SPLIT, is_like_others, pytest.mark.gpu))
 def test_long_contexts(case, run):
     test_ragged_and_prefix(case, run)

@@ -17,6 +17,7 @@ from examples.rope import YarnScaling
 REAL = json.loads((Path(__file__).parent / "data" / "real" / "configs.json").read_text())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", REAL)
 def test_shapes(name):
     """The parameters are as many as published, and so are the elements of the tensors that a folder must have."""

@@ -102,6 +102,7 @@ def finish(replicas):
     return deltas
 
 
+@pytest.mark.slow_on_cpu
 def test_tokens_are_those_of_one_model(replicas, the_engines, reference):
     """Tests greedy and drawn tokens; replicas and one engine with the same seed give requests the same seeds."""
     greedy = replicas.generate(PROMPTS, PARAMS)

@@ -130,6 +130,7 @@ def test_the_token_that_crosses_top_p_stays():
     assert set(draw(logits, temperature=1.0, top_p=1e-6)) == {0}
 
 
+@pytest.mark.slow_on_cpu
 def test_top_p_one_cuts_nothing():
     """In float32 the sum of many small probabilities may reach 1 too early; no token may be lost by that."""
     logits = 4 * jax.random.normal(jax.random.key(0), (16, 50_000))
@@ -183,6 +184,7 @@ def test_options_are_traced(logits):
     assert jitted._cache_size() - before == 1
 
 
+@pytest.mark.slow_on_cpu
 def test_candidates_are_those_of_a_sort_of_all():
     """The rows are steep and flat, with many equal logits, and have all combinations of top_k and top_p."""
     normal = jax.random.normal(jax.random.key(0), (8, 4096))
@@ -200,6 +202,7 @@ def test_candidates_are_those_of_a_sort_of_all():
     assert is_right.all()
 
 
+@pytest.mark.slow_on_cpu
 def test_devices_exchange_candidates_alone():
     mesh = make_mesh({"dp": 1, "tp": 4}, jax.devices("cpu"))
     logits = jax.device_put(jax.random.normal(jax.random.key(0), (2, 8192)), NamedSharding(mesh, P(None, "tp")))

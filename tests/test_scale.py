@@ -55,6 +55,7 @@ def test_steps_of_a_model(report):
     assert prefill["tokens_per_s"] > 0
 
 
+@pytest.mark.slow_on_cpu
 def test_ways_to_reduce_are_rows_of_a_model(report, monkeypatch):
     """One GPU has nothing to reduce. Prompts are timed once."""
     monkeypatch.setattr(bench_scale.harness, "compile_all", lambda cases: dict.fromkeys(cases))
@@ -71,6 +72,7 @@ def test_ways_to_reduce_are_rows_of_a_model(report, monkeypatch):
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "tp", "num_tokens", "has_options"),
     [

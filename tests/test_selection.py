@@ -173,6 +173,7 @@ def test_with_a_gpu_the_leader_is_tried_first_and_every_refusal_is_told():
     assert list(selection.reasons) == ["mosaic_gpu", "triton"]
 
 
+@pytest.mark.slow_on_cpu
 def test_host_numbers_pass_the_transfer_guard():
     f32, merged = QUERY.astype(jnp.float32), QUERY[..., 0].astype(jnp.float32)
     new, slots = QUERY[:, :2], DECODE[4]

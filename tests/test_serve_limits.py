@@ -121,6 +121,7 @@ def test_half_requests_harm_nobody(running, connect):
     assert running.post("/v1/completions", json=GOOD).status_code == 200
 
 
+@pytest.mark.slow_on_cpu
 def test_200_clients_at_once(running):
     """There are more clients than seats and blocks. All get answers, and equal requests get equal ones."""
 

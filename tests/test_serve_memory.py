@@ -104,6 +104,7 @@ def test_layers_with_a_window_have_blocks_for_it(monkeypatch):
     assert [cache.num_blocks for cache in fewer] == [15 if w is None else of_window[w] for w in windows]
 
 
+@pytest.mark.slow_on_cpu
 def test_the_longest_text_bounds_requests(capsys):
     options = ["--max-model-len", "40", "--num-blocks", "8", "--max-num-seqs", "1", "--max-tokens-per-step", "4"]
     options += ["--model", str(short_tiny()), "--served-model-name", "a", "b"]

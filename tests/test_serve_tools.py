@@ -147,6 +147,7 @@ def ask(client, **fields):
     return client.chat.completions.create(**how | fields)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"]
 )

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import paged_jax
-from tests.test_flags import CALLS, call_of
+from tests.test_flags import CALLS, call_of, is_op
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("axis_types", "name"),
     [
@@ -25,7 +25,7 @@ def test_within_set_mesh(axis_types, name):
     function, arrays, wanted = call_of(name)
     jitted = jax.jit(lambda *arrays: function(*arrays))
     calls = [(jitted, arrays)]
-    if hasattr(paged_jax, name):
+    if is_op(name):
         calls = [(function, arrays), (function, jax.tree.map(np.asarray, arrays))]
     with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=axis_types, devices=jax.devices("cpu"))):
         jitted.trace(*arrays).lower()

@@ -33,6 +33,7 @@ def test_eager_is_jit(op):
     assert_equal(fun(*arrays), expected(op))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", OPS)
 def test_vmap_over_any_argument(op):
     fun, arrays = bind(op)
@@ -75,6 +76,7 @@ def test_nested_vmap():
         assert_equal(nested[i // 2, i % 2], fun(queries[i // 2, i % 2], *arrays[1:]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", ["paged_attention_v1", "ragged_paged_attention", "write_to_paged_cache", *LATENT_OPS])
 def test_scan(op):
     fun, arrays = bind(op)
@@ -82,6 +84,7 @@ def test_scan(op):
     assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("op", OPS)
 def test_shard_map_over_kv_heads(op):
     sharded, arrays = bind_sharded(op)
@@ -101,6 +104,7 @@ def test_kernels_under_shard_map_vary_as_their_operands_do():
     assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("op", OPS)
 def test_export_round_trip(op):
     fun, arrays = bind(op)
@@ -108,6 +112,7 @@ def test_export_round_trip(op):
     assert_equal(jax.export.deserialize(exported.serialize()).call(*arrays), expected(op))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no CUDA plugin for JAX")
 @pytest.mark.parametrize("op", OPS)
 def test_lowers_for_cuda_without_a_gpu(op):
@@ -160,6 +165,7 @@ def test_empty_batches_give_empty_results(op):
     assert [x.shape for x in jax.tree.leaves(fun(*arrays))] == [x.shape for x in jax.tree.leaves(wanted)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", [*DECODE_OPS, "ragged_paged_attention", "ragged_mla_attention"])
 def test_no_room_for_a_context(op):
     """Without table columns or blocks, or with a bound of 0, every row is empty."""

@@ -141,6 +141,7 @@ ACCEPTED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_decode_accepts(case):
     arrays = decode_arrays(**ACCEPTED[case])

@@ -37,6 +37,7 @@ def test_calls_that_share_no_options_are_made_one_after_the_other():
     assert loops(jax.vmap(lambda scale: fun(*arrays[:-1], scale)), scales) == loops(fun, *arrays) + 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("axis_size", "num_seqs"), [(1, 3), (3, 1), (1, 1)])
 @pytest.mark.parametrize("op", DECODE_OPS)
 def test_batches_of_one(op, axis_size, num_seqs):
@@ -73,6 +74,7 @@ def two_calls(op):
     return fun, jax.tree.map(lambda *x: jnp.stack(x), *calls), jax.tree.map(lambda *x: jnp.stack(x), *wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_one_of_two_pools_that_are_written_is_batched(op):
     fun, arrays, _ = two_calls(op)
@@ -89,6 +91,7 @@ def every_float8(x, step=1):
     return np.resize(np.arange(256, dtype=np.uint8)[::step], x.shape).view(ml_dtypes.float8_e5m2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("written", [slice(0, 2), slice(1, 2)], ids=["both", "values"])
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_slots_of_float8_that_no_call_writes_keep_their_bits(op, written):
@@ -115,6 +118,7 @@ def test_float8_is_never_seen_as_bytes_on_a_gpu(op):
     assert "bitcast_convert" not in jax.jit(jax.vmap(fun)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("axis", [0, 1, 2, 4])
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_pools_whose_types_say_how_they_are_split(op, axis):
@@ -143,6 +147,7 @@ def test_a_split_batch_gathers_no_heads(op):
     assert [x.sharding.spec[2] for x in jax.tree.leaves(out)] == ["heads"] * len(jax.tree.leaves(out))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_pools_that_begin_to_vary_between_devices(op):
     """Inside a `shard_map` each device has the same pools, but its own pairs or slots."""

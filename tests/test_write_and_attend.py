@@ -101,6 +101,7 @@ def expected_caches(case, made):
     return {"key_cache": key, "value_cache": value}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", marked(CASES, lambda case: case.name in ON_GPUS, pytest.mark.gpu))
 def test_write_and_attend(case, run):
     made = with_new_tokens(case)
