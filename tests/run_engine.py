@@ -18,9 +18,8 @@ from examples.checkpoint import load_model
 from examples.sharding import make_mesh
 from examples.step import make_step
 from paged_jax import engine
-from tests.model_folders import folder
+from tests.model_folders import short_tiny
 
-MODEL = folder("llama")
 PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 
@@ -33,7 +32,7 @@ def params() -> list[engine.SamplingParams]:
 def make_engine(engine_class: type[engine.Engine], tp: int) -> Any:
     """Makes an engine whose pool is so small that requests wait for each other's blocks."""
     mesh = make_mesh({"dp": 1, "tp": tp})
-    model, config, _, _ = load_model(MODEL, jnp.float32, mesh)
+    model, config, _, _ = load_model(short_tiny(), jnp.float32, mesh)
     weights, step = make_step(model)
     caches = loop.make_caches(config, 12, 4, jnp.float32, mesh=mesh)
     sizes = engine.EngineConfig(*(48, 4, 16), decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2, adjustments=False)
