@@ -176,7 +176,7 @@ def causal_attend() -> Attend:
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
         distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
         if alibi_slopes is not None:
-            logits -= alibi_slopes.reshape(num_kv_heads, -1, 1, 1) * distance
+            logits -= alibi_slopes.reshape(num_kv_heads, -1, 1, 1) * distance.astype(logits.dtype)[None, None]
         seen = distance >= 0
         if sliding_window is not None:
             seen &= distance < sliding_window

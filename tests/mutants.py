@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
 from tests.mutants_of_answers import MUTANTS_OF_ANSWERS
+from tests.mutants_of_caches import MUTANTS_OF_CACHES
 from tests.mutants_of_choices import MUTANTS_OF_CHOICES
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_groups import MUTANTS_OF_GROUPS
@@ -45,6 +46,7 @@ ALL = (
     *MUTANTS_OF_SERVER,
     *MUTANTS_OF_ANSWERS,
     *MUTANTS_OF_MODELS,
+    *MUTANTS_OF_CACHES,
     *MUTANTS_OF_KERNELS,
     *MUTANTS_OF_HOPPER,
     *MUTANTS_OF_CHOICES,

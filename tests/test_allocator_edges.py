@@ -89,14 +89,16 @@ def test_a_mistake_only_sets_a_flag_that_stays_whatever_comes_next(flag, wrong, 
     assert getattr(right(once), flag)
 
 
-def test_traced_integers_of_64_bits_that_fit_keep_their_values():
+def test_traced_integers_of_64_bits_keep_their_values_or_name_nothing():
     state = append_jit(allocator.create(8, 4, 2, 4, xp=jnp), i32(6, 0))[0]
     with jax.enable_x64(True):
         wide = jnp.array([3, 1])
         assert wide.dtype == jnp.int64
         after, _, ok = append_jit(state, wide)
         found = jax.jit(allocator.slots)(after, jnp.array([0, 1, 1]), jnp.array([8, 0, -3]))
+        far = jax.jit(allocator.slots)(after, jnp.array([0, 1, 2**32]), jnp.array([8 + 2**32, -(2**32), 0]))
     assert ok
+    assert far.tolist() == [-1, -1, -1], "they do not wrap around at 32 bits"
     assert after.seq_lens.tolist() == [9, 1]
     assert found.tolist() == [int(after.block_tables[0, 2]) * 4, int(after.block_tables[1, 0]) * 4, -1]
 
@@ -116,6 +118,8 @@ def test_the_error_names_the_sequence_that_outgrows_its_table():
     message = "sequence 1 would hold 4 blocks, its table row has 3 columns"
     with pytest.raises(allocator.OutOfBlocks, match=f"5 blocks requested, 8 free; {message}"):
         allocator.append_tokens(state, [4, 13])
+    with pytest.raises(allocator.OutOfBlocks, match=r"^4 blocks requested, 3 free$"):  # the table has room
+        allocator.append_tokens(allocator.create(3, 4, 2, 3), [8, 5])
 
 
 def test_a_block_past_a_pool_of_one_block_is_refused_in_words():
@@ -174,3 +178,40 @@ def test_a_donated_state_gives_the_same_states():
     with pytest.raises(allocator.OutOfBlocks):
         allocator.append_tokens(again, [0, 4, 90, 0], donate=True)
     assert int(again.num_free) == 17, "a call that raises changes nothing"
+
+
+@both
+def test_what_never_fits_needs_more_blocks_than_the_pool_has(xp):
+    count = allocator.count_new_blocks if xp is np else jax.jit(allocator.count_new_blocks)
+    state = allocator.create(4, 4, 2, 2, xp=xp)
+    found = [int(count(state, i32(*tokens))) for tokens in ((8, 8), (9, 0), (0, -1), (-1, 9))]
+    assert found == [4, 5, 5, 5]
+
+
+def test_the_arrays_of_a_device_are_not_written_to():
+    """They are read-only on the host, so that a donated state is copied."""
+    state = jax.device_get(append_jit(allocator.create(8, 4, 2, 4, xp=jnp), i32(9, 0))[0])
+    assert not state.ref_counts.flags.writeable
+    before = jax.tree.map(np.copy, state)
+    for call, *arguments in (
+        (allocator.append_tokens, [1, 5]),
+        (allocator.fork, 0, 1),
+        (allocator.retain, [7]),
+        (allocator.release_before, [8, 0]),
+        (allocator.truncate, [4, 0]),
+        (allocator.free, [True, False]),
+    ):
+        call(state, *arguments, donate=True)
+        jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+@both
+def test_a_sequence_may_end_right_behind_what_it_has_released(xp):
+    release, truncate = (
+        (allocator.release_before, allocator.truncate) if xp is np else (release_before_jit, truncate_jit)
+    )
+    state, *_ = allocator.append_tokens(allocator.create(8, 4, 1, 4, xp=xp), i32(10))
+    state = truncate(release(state, i32(8)), i32(8))
+    assert (state.seq_lens.tolist(), int(state.num_free), bool(state.bad_free)) == ([8], 8, False)
+    if xp is jnp:
+        assert truncate(state, i32(7)).bad_free

@@ -110,6 +110,7 @@ def test_partition_spec_serves_as_shardings():
 
 def test_get_kv_cache_shape():
     assert get_kv_cache_shape(1000, 16, 12, 64) == (2, 1000, 16 * 12 * 64)
+    assert get_kv_cache_shape(2**23, 256, 1, 8) == (2, 2**23, 2048), "the last slot is 2**31 - 1"
 
 
 @pytest.mark.parametrize("xp", [np, jnp])

@@ -1,6 +1,8 @@
 """Tests that the cache's methods call their ops with its pools, layout and scales, and move the scales of blocks."""
 
 import dataclasses
+import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import paged_jax
-from paged_jax import PagedKVCache
+from paged_jax import PagedKVCache, PagedLatentCache
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
 RNG = np.random.default_rng(3)
@@ -138,3 +140,29 @@ def test_unlike_caches_swap_nothing():
     for one, two in (("slot", "head"), ("head", "slot")), (("slot", "scalar"), ("slot", "head")):
         with pytest.raises(ValueError, match="other must have this cache's layout and granularities of scales"):
             filled(*one).swap_blocks_to(filled(*two), mapping)
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize("kind", [PagedKVCache, PagedLatentCache])
+def test_every_method_hands_its_implementation_on(kind, implementation, monkeypatch):
+    class Called(Exception):
+        pass
+
+    def op(*_, implementation, **others):
+        raise Called(implementation)
+
+    module = inspect.getmodule(kind)
+    for name in ("ops", "cache_ops"):
+        names = [op for op in dir(getattr(module, name)) if not op.startswith("_")]
+        monkeypatch.setattr(module, name, SimpleNamespace(**dict.fromkeys(names, op)))
+    cache = PagedKVCache.create(2, 4, 1, 16) if kind is PagedKVCache else PagedLatentCache.create(2, 4, 16)
+    methods = inspect.getmembers(cache, inspect.ismethod)
+    taking = {name: inspect.signature(method).parameters for name, method in methods if not name.startswith("_")}
+    taking = {name: parameters for name, parameters in taking.items() if "implementation" in parameters}
+    assert len(taking) == (7 if kind is PagedKVCache else 5)
+    for name, parameters in taking.items():
+        needed = [p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        options = {p.name: 1 for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY}
+        with pytest.raises(Called) as called:
+            getattr(cache, name)(*[cache for _ in needed], **options, implementation=implementation)
+        assert called.value.args == (implementation,), name

@@ -287,6 +287,21 @@ def test_check_metadata_of_slots_alone_names_the_token():
         check_metadata(np.zeros((1, 1), np.int32), np.zeros(1, np.int32), 10, 4, slot_mapping=jnp.array([-3, 40]))
 
 
+def test_of_two_writes_to_a_slot_the_second_one_is_named():
+    """However many tokens there are; a sort that is not stable changes places from the 17th on."""
+    rng = np.random.default_rng(0)
+    for slots in (rng.permutation(200) // 4 - 2 for _ in range(5)):
+        second = next(i for i, slot in enumerate(slots) if slot >= 0 and slot in slots[:i])
+        with pytest.raises(ValueError, match=f"^token {second}: slot {slots[second]} is written twice"):
+            check_metadata([[0]], [0], 100, 1, slot_mapping=slots)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64])
+def test_unsigned_starts_may_not_fall_either(dtype):
+    with pytest.raises(ValueError, match="row 1: query_start_loc falls from 3 to 2"):
+        check_metadata([[0]] * 3, [4, 4, 4], 1, 4, query_start_loc=np.array([0, 3, 2, 2], dtype))
+
+
 def as_arrays(kwargs):
     return {name: np.array(value) if isinstance(value, list) else value for name, value in kwargs.items()}
 
@@ -336,6 +351,10 @@ def test_entries_behind_a_window_are_not_checked():
     with pytest.raises(ValueError, match=r"row 0: block id -1 in column 0 must be in \[0, 4\)"):
         check_metadata([[-1, 3]], sliding_window=4, **call)
     check_metadata([[-1, 3]], [8], 4, 4, sliding_window=4)
+    with pytest.raises(ValueError, match=r"row 0: block id -1 in column 0 must be in \[0, 4\)"):
+        check_metadata([[-1, 3]], [8], 4, 4, sliding_window=5)
+    with pytest.raises(ValueError, match=r"^query_start_loc must have shape \(2,\), got \(4,\)$"):
+        check_metadata([[0, 3]], sliding_window=3, **call | {"query_start_loc": [0, 1, 1, 2]})
 
 
 WRONG_KINDS = {

@@ -233,6 +233,7 @@ def test_create():
     assert (cache.num_blocks, cache.block_size, cache.latent_size) == (100, 64, 576)
     assert (cache.dtype, cache.nbytes) == (jnp.float8_e4m3fn, 100 * 64 * 576)
     assert not np.asarray(cache.latent_cache).astype(np.float32).any()
+    assert [PagedLatentCache.create(1, 1, size).latent_size for size in (16, 1024)] == [16, 1024]
     wrong = [
         ({"num_blocks": 0}, ValueError, "num_blocks"),
         ({"block_size": 48}, ValueError, "block_size must be one of"),

@@ -18,7 +18,8 @@ from flax import nnx
 from examples import generate, loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
-from examples.families import load_config
+from examples.decoder import Decoder
+from examples.families import load_config, parse_config
 from examples.norms import RMSNorm
 from examples.step import make_abstract_step, make_step, xla_options
 from paged_jax import allocator
@@ -250,6 +251,44 @@ def test_one_token_is_computed_beside_a_row_of_padding():
     assert logits.shape == (1, config.vocab_size)
     products = [eqn for eqn in jax.make_jaxpr(step)(weights, caches, batch).eqns if eqn.primitive.name == "dot_general"]
     assert [eqn.invars[0].aval.shape[0] for eqn in products] == [2] * (4 * config.num_layers) + [1]
+
+
+KEPT_IN_BFLOAT16 = ["deepseek_v3", "gemma2", "gpt_oss", "granite", "olmo2", "opt_post_norm"]
+
+
+def products_of(jaxpr):
+    """The products of matrices in a program and in the functions that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+            yield eqn
+        for inner in eqn.params.values():
+            if hasattr(inner, "jaxpr"):
+                yield from products_of(inner.jaxpr)
+
+
+@pytest.mark.parametrize("name", KEPT_IN_BFLOAT16)
+def test_a_model_of_bfloat16_computes_in_it(name):
+    """The residual stream, what `attend` gets, and the factors of all products; but sinks and logits are float32."""
+    config = parse_config(reference(name).config)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    given = []
+
+    def attend(query, key, value, cache, *, sinks=None, value_size=None, **_):
+        given.append({x.dtype for x in (query, key, value) if x is not None})
+        assert sinks is None or sinks.dtype == jnp.float32
+        return query[..., :value_size], cache
+
+    def run(state, ids):
+        model = nnx.merge(graphdef, state)
+        hidden, _ = model(ids, ids, (None,) * config.num_layers, attend)
+        return hidden, model.logits(hidden)
+
+    program = jax.make_jaxpr(run)(state, np.zeros(3, np.int32))
+    assert [out.dtype for out in program.out_avals] == [jnp.bfloat16, jnp.float32]
+    assert given == [{jnp.dtype(jnp.bfloat16)}] * config.num_layers
+    *products, last = products_of(program.jaxpr)
+    assert {x.aval.dtype for eqn in (*products, last) for x in eqn.invars[:2]} == {jnp.dtype(jnp.bfloat16)}
+    assert last.outvars[0].aval == jax.core.ShapedArray((3, config.vocab_size), jnp.float32), "logits are not rounded"
 
 
 def test_the_norm_is_flax_s():

@@ -1,11 +1,14 @@
 """Mixtures of experts: both ways of computing them, the bytes of one token, and the kernel that runs on Hopper."""
 
 import dataclasses
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from examples import moe
 from examples.config import ExpertsConfig
@@ -55,6 +58,96 @@ def test_the_largest_scores():
         assert one.dtype == other.dtype
 
 
+ROUTERS = [
+    {"scores": "softmax"},
+    {"scores": "softmax", "are_normalized": True, "scale": 2.5},
+    {"scores": "softmax", "are_normalized": True, "has_correction": True, "scale": 0.5},
+    {"scores": "softmax", "num_groups": 4, "num_chosen_groups": 2, "scale": 16.0},
+    {"scores": "softmax", "num_groups": 4, "num_chosen_groups": 2, "are_normalized": True, "group_score": "best_two"},
+    {"scores": "sigmoid", "has_bias": True},
+    {"scores": "sigmoid", "num_groups": 4, "num_chosen_groups": 3, "are_normalized": True, "has_correction": True},
+    {"scores": "chosen", "has_bias": True, "scale": 1.5},
+]
+
+
+def routed(config, logits, correction):
+    """A token's experts and their weights, in plain NumPy."""
+    softmax = np.exp(logits) / np.exp(logits).sum()
+    scores = 1 / (1 + np.exp(-logits)) if config.scores == "sigmoid" else softmax
+    ranked = scores + correction
+    groups = np.sort(ranked.reshape(config.num_groups, -1))
+    of_groups = groups[:, -1] if config.group_score == "best" else groups[:, -2:].sum(axis=1)
+    best = np.argsort(-of_groups)[: config.num_chosen_groups]
+    is_in_best = np.isin(np.arange(config.num_groups), best).repeat(groups.shape[1])
+    experts = np.argsort(np.where(is_in_best, -ranked, np.inf))[: config.num_chosen]
+    weights = scores[experts]
+    if config.are_normalized or config.scores == "chosen":
+        weights = weights / weights.sum()
+    return experts, weights * config.scale
+
+
+def test_the_router_chooses_as_its_config_says():
+    """The last row is padding."""
+    rng = np.random.default_rng(0)
+    hidden, kernel = rng.normal(size=(20, 32)), rng.normal(size=(32, 16))
+    bias, correction = rng.normal(size=(2, 16))
+    for fields in ROUTERS:
+        config = ExpertsConfig(16, 3, 8, **fields)
+        make = partial(moe.Router, SimpleNamespace(experts=config, hidden_size=32), dtype=jnp.float32)
+        router = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
+        assert (router.bias is None, router.correction is None) == (not config.has_bias, not config.has_correction)
+        logits, corrections = hidden @ kernel, correction * config.has_correction
+        for name, values in (("kernel", kernel), ("bias", bias), ("correction", correction)):
+            if getattr(router, name) is not None:
+                setattr(router, name, nnx.Param(np.float32(values)))
+        if config.has_bias:
+            logits += bias
+        experts, weights = router(jnp.float32(hidden), 19)
+        expected = [routed(config, row, corrections) for row in logits[:-1]]
+        np.testing.assert_array_equal(experts, [chosen for chosen, _ in expected], str(fields))
+        np.testing.assert_allclose(weights, [factors for _, factors in expected], rtol=1e-4, err_msg=str(fields))
+        if config.scores == "sigmoid":  # all scores of a token may be 0
+            router.kernel = nnx.Param(-np.ones((32, 16), np.float32))
+            assert np.isfinite(router(jnp.full((20, 32), 10.0), 19)[1]).all()
+
+
+@pytest.mark.parametrize(("num_rows", "num_in"), [(3, 192), (65, 128), (3, 96)])
+def test_few_rows_of_the_router_are_summed_in_parts(num_rows, num_in):
+    rng = np.random.default_rng(0)
+    rows, matrix = (np.float32(rng.normal(size=shape)) for shape in ((num_rows, num_in), (num_in, 8)))
+    np.testing.assert_allclose(moe._narrow_product(jnp.array(rows), jnp.array(matrix)), rows @ matrix, atol=1e-4)
+    products = [
+        eqn for eqn in jax.make_jaxpr(moe._narrow_product)(rows, matrix).eqns if eqn.primitive.name == "dot_general"
+    ]
+    assert [eqn.params["precision"] for eqn in products] == [(jax.lax.Precision.HIGHEST,) * 2]  # no TF32
+
+
+def test_swiglu_and_the_variant_of_gpt_oss():
+    gate, up = (np.float32(x) for x in np.meshgrid([-9, -1, 0, 0.5, 2, 9], [-9, -1.5, 0.5, 1.5, 9]))
+    expected = up * gate / (1 + np.exp(-gate))
+    np.testing.assert_allclose(moe._swiglu(gate, up, CONFIG), expected, rtol=1e-5)
+    config = dataclasses.replace(CONFIG, swiglu_limit=2.0, swiglu_alpha=1.7)
+    cut, bounded = np.minimum(gate, 2), np.clip(up, -2, 2)
+    expected = cut / (1 + np.exp(-1.7 * cut)) * (bounded + 1)
+    np.testing.assert_allclose(moe._swiglu(gate, up, config), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("split", "adds_bias"), [("columns", [True, False]), ("experts", [True, True])])
+def test_one_of_the_hopper_gpus_that_share_columns_adds_the_bias(split, adds_bias, monkeypatch):
+    given = []
+    monkeypatch.setattr(moe, "_is_hopper", lambda: True)
+    monkeypatch.setattr(moe, "fits", lambda *_: True)
+    monkeypatch.setattr(moe, "compute_in_tiles", lambda *arrays: given.append(arrays[3]))
+    hidden, experts, weights, parameters = draw(4)
+    parameters |= {name: jnp.ones((8, size)) for name, size in (("gate_up_bias", 32), ("down_bias", 32))}
+    for part in range(2):
+        config = dataclasses.replace(CONFIG, split=split)
+        moe.compute_experts(hidden, experts, weights, parameters, config=config, part=jnp.int32(part))
+    assert [bool(biases["down_bias"].all()) for biases in given] == adds_bias
+    assert [bool(biases["down_bias"].any()) for biases in given] == adds_bias
+    assert all(biases["gate_up_bias"].all() for biases in given)
+
+
 def test_one_token_reads_its_experts_alone():
     """Other experts are not read: no computed array is larger than the matrices of two experts."""
     config = dataclasses.replace(CONFIG, num_experts=64, intermediate_size=64)
@@ -66,6 +159,23 @@ def test_one_token_reads_its_experts_alone():
     jaxpr = jax.make_jaxpr(lambda *arrays: moe.compute_experts(*arrays, config=config))(*draw(1, config, 128))
     largest = max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars)
     assert largest <= config.num_chosen * parameters["gate_up"][0].size
+
+
+def test_rows_of_pairs_that_are_on_other_devices_may_hold_anything(monkeypatch):
+    """The grouped products leave them as they are."""
+    make_product = moe._many_pairs
+
+    def make_poisoned(pairs, num_experts):
+        product = make_product(pairs, num_experts)
+        return lambda *arrays: jnp.where((pairs < num_experts)[:, None], product(*arrays), jnp.nan)
+
+    monkeypatch.setattr(moe, "_many_pairs", make_poisoned)
+    hidden, experts, weights, parameters = draw(5)
+    here = jax.tree.map(lambda x: x[4:], parameters)
+    config = dataclasses.replace(CONFIG, split="experts")
+    out = moe.compute_experts(hidden, experts, weights, here, config=config, part=jnp.int32(1))
+    wanted = expected(hidden, experts, jnp.where(experts >= 4, weights, 0), parameters)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow_on_cpu
