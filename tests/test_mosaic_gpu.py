@@ -76,7 +76,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 # Other cases test the same in other combinations; only GPUs run most of these.
-MORE_INTERPRETED = {"v1-slot", "auto-vllm-int8", "auto-cluster-int8"}
+MORE_INTERPRETED = {
+    *("v1-slot", "v1-e4m3", "v1-vllm", "v2-int8", "v2-slices"),
+    *("auto-vllm-int8", "auto-cluster-int8", "auto-heads-of-512", "auto-all-empty", "auto-ring"),
+}
 NOT_INTERPRETED = {
     *("auto-capped", "v2-vllm"),
     *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
@@ -115,6 +118,7 @@ def check_decode(op, case, made, results):
         test_decode.check_residuals(case, SimpleNamespace(**vars(made) | {"decode": bounded}), residuals, exact, rough)
 
 
+@pytest.mark.slow
 def test_far_apart_scales_of_values():
     """Products are in float16, in which a weight times one of these scales would overflow."""
     case = small("far-apart", 2, 1, 64, 16, "bfloat16", "int8", v_scale="slot", seq_lens=(150, 20))
@@ -168,7 +172,7 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 
 # Cases in neither list have each class of tiles and each option at least once. `MORE` are slow; only GPUs run
 # `ON_GPUS`.
-MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3"
+MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3", "fold-queues", "fold-nhd"
 ON_GPUS = (
     *("uneven-int8", "waves", "line", "fold"),
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
@@ -348,6 +352,7 @@ def some(cases):
     return [pytest.param(*each) for each in list(cases)[::8]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("op", "case"), some(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     text = lowered(op, case)

@@ -334,9 +334,9 @@ UNEVEN = {  # lengths, number of programs, number of programs with work, numbers
 
 
 def uneven():
-    """All batches without a window, two thirds of them slow, and one batch with a window."""
+    """All batches without a window, four fifths of them slow, and one batch with a window."""
     for i, (name, batch) in enumerate(UNEVEN.items()):
-        yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 3 > 0))
+        yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 5 > 0))
     yield pytest.param(*UNEVEN["one-long"], 8000, id="one-long-window")
 
 

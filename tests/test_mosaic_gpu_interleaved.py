@@ -22,12 +22,13 @@ FOLDING_GPU = dataclasses.replace(SMALL_GPU, num_multiprocessors=3)
 """If the two kv heads of the cases' six rows are folded, their items fill one wave of this GPU."""
 
 FIRST = "hopper-ragged", "hopper-decode-8-bits"
+BY_DEFAULT = ("hopper-decode-8-bits",)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (case.name not in FIRST))
+        pytest.param(case, marks=[pytest.mark.slow] * (case.name not in BY_DEFAULT))
         for case in rpa_cases.HOPPER
         # Only GPUs run two of them: the decode case also reads 8 bits, and has heads of 64, too.
         if case.name not in ("hopper-ragged-8-bits", "hopper-decode-hd64")
@@ -80,10 +81,7 @@ def test_folded_heads_on_a_gpu(name):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] * (case.name in FIRST and cuda_programs.lacks() is None))
-        for case in rpa_cases.HOPPER  # the last test compiles the `FIRST` cases, if it can
-    ],
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.name != "hopper-decode-hd64")) for case in rpa_cases.HOPPER],
     ids=str,
 )
 def test_lowers_for_cuda(case):
@@ -95,6 +93,7 @@ def test_lowers_for_cuda(case):
     assert re.search("custom_call @mosaic_gpu", text)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [*rpa_cases.HOPPER, *rpa_cases.SMALL[:-1]], ids=str)
 def test_it_leads_where_it_leads_over_separate_pools(case):
     seen = []
@@ -115,6 +114,7 @@ def test_it_leads_where_it_leads_over_separate_pools(case):
     assert leads(op, operands) == leads(op, separate)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
 def test_its_program_copies_no_pool(tmp_path):
     for name, facts in zip(FIRST, cuda_programs.described(FIRST, tmp_path, "mosaic_gpu"), strict=True):

@@ -325,6 +325,7 @@ def test_powers_of_two_and_their_inverses():
     np.testing.assert_array_equal(np.float64(bounded), [2.0**-40, 2.0**-40, 2.0**126, 2.0**126, 4.0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("queues", "splits"), [(1, 0), (3, 0), (7, 2), (40, 0)])
 def test_queues_of_decode_share_all_tiles(queues, splits):
     """Each tile of each item is in one queue, and the merge finds the partial results of the items that are cut."""

@@ -132,6 +132,7 @@ def test_the_largest_weights_fit_into_float16():
         assert np.finfo(np.float16).max / 2 > 2.0 ** (module._EXPONENT_IN_FLOAT16 + module._MOST_LAG)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_seqs", "queues"), [(9, 1), (9, 3), (150, 7), (9, 50)])
 def test_queues_share_all_tiles_of_all_items(num_seqs, queues, monkeypatch):
     """Each tile of each item is in one queue. The last split of a cut item finds the partial results of the others."""

@@ -34,6 +34,7 @@ ONE_QUERY = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ONE_QUERY, ids=str)
 def test_one_query_in_the_interpreter(case):
     made = inputs.make(case)
@@ -65,6 +66,7 @@ SINGLE_QUERIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
 def test_single_queries_in_the_interpreter(case):
     """Decode runs sequences that are known to have one query or none, wherever their rows of the query are."""
@@ -82,6 +84,7 @@ TUNINGS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_kv_heads", "gpu", "chosen"), TUNINGS, ids=["folded", "queues", "cluster"])
 def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     """A program, or a merge, stores results in the rows of the queries, and stores nothing elsewhere."""
@@ -109,6 +112,7 @@ def test_more_single_queries_than_said():
     assert not interpret_pallas_call.get_races().races_found
 
 
+@pytest.mark.slow
 def test_no_queries():
     """All rows are padding, whether the bound says so or not."""
     case = small("none", 4, 2, 64, 16, "bfloat16", **SINGLE | {"query_lens": (0, 0, 0, 0, 0), "padding": 4})

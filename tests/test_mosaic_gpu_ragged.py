@@ -117,6 +117,7 @@ BOTH = small(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [BOTH], ids=str)
 def test_split_items_in_the_interpreter(case):
     made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 8}
@@ -278,6 +279,7 @@ def test_tilings_fit_in_shared_memory(head_size, dtype, scale, group):
     assert shared_memory_bytes(Geometry(problem, choose.tune(problem, Device()))) <= 227 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some_lowered(LOWERED))
 def test_lowers_for_cuda(case):
     made = inputs.make(case)
@@ -292,6 +294,7 @@ def test_lowers_for_cuda(case):
     assert ("ragged_merge_mosaic_gpu" in text) == geometry.merges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some_lowered(PREFIXES))
 def test_new_tokens_lower_for_cuda(case):
     function = jax.jit(ragged.prefix_attention)

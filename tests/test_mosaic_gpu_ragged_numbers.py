@@ -33,6 +33,7 @@ def of_any_size(case):
     return made, np.arange(len(query)) != made.num_rows - 1
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_queries_of_any_size_over_8_bits(implementation):
     """The kernel multiplies in float16, which holds none of these queries. No row changes another row's result."""
@@ -50,10 +51,11 @@ def test_queries_of_any_size_over_8_bits(implementation):
         plain.assert_close(np.asarray(actual)[ordinary], wanted[ordinary], yardstick[ordinary], "any size")
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "dtypes",
-    [("bfloat16", "float8_e4m3fn"), pytest.param(("float16", "float16"), marks=pytest.mark.slow_on_cpu)],
+    [("bfloat16", "float8_e4m3fn"), ("float16", "float16")],
     ids="-".join,
 )
 def test_many_small_weights(dtypes, implementation):

@@ -73,6 +73,7 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
         assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
 def test_there_is_room_for_all_partial_results(of_kind):
     """The fullest batch needs more than half of the room, so these batches come close to the bound."""
@@ -91,6 +92,7 @@ def test_there_is_room_for_all_partial_results(of_kind):
     assert fullest > 0.5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
 def test_the_longest_items_come_first(query_lens):
     """The last items of a call are short. Sequences of equal length keep their order."""
@@ -107,6 +109,7 @@ def test_the_longest_items_come_first(query_lens):
     assert len(set(most_cost.values())) > 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
 )
@@ -118,6 +121,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     assert num_items - 8 == 8 * num_seqs * splits  # 8 items are padding
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(12, 2, 64), (6, 2, 80), (32, 8, 128), (5, 1, 128)], ids=str)
 def test_all_rows_of_split_items_are_merged(shape):
     """Also if they do not fill the last group of rows that are merged together."""
@@ -175,6 +179,7 @@ def test_items_cover_each_row_and_token_once(shape):
     assert not seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 150])
 def test_tiles_cover_cached_and_new_tokens_once(window):
     """Splits begin anywhere among both. Tiles of new tokens come from other arrays than those of the cache."""

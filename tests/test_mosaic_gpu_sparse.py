@@ -72,6 +72,7 @@ SHAPES = (8, 2, None, 1024), (5, 1, 150, 700)
 BATCHES = [(pattern, *SHAPES[i % 2], i // 2 % 2 == 1) for i, pattern in enumerate(PATTERNS)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("pattern", "num_heads", "num_kv_heads", "window", "most", "prefix"), BATCHES)
 def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_kv_heads, window, most, prefix):
     """The tiles of an item, or of its splits, hold each visible token once, and read only blocks with such tokens."""
@@ -186,6 +187,7 @@ INTERPRETED = [
 ON_GPUS = "kv-heads", "heads", "plain", "whole-tiles", "window", "large", "slots", "e4m3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some(INTERPRETED, (), ON_GPUS))
 def test_in_the_interpreter(case):
     made = inputs.make(case)
@@ -248,6 +250,7 @@ LOWERED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some_lowered(LOWERED))
 def test_lowers_for_cuda(case):
     function = jax.jit(ragged.ragged_paged_attention)
@@ -255,6 +258,7 @@ def test_lowers_for_cuda(case):
     assert "@mosaic_gpu_v2" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", some_lowered(PREFIXES))
 def test_new_tokens_lower_for_cuda(case):
     function = jax.jit(ragged.prefix_attention)

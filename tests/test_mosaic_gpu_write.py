@@ -43,7 +43,7 @@ ALL_WRITING = [
 
 
 ON_GPUS = "write-group", "write-nhd", "write-cluster"  # attention alone has cases of large groups, "nhd" and clusters
-SLOW = ("write-unevenly-past-max",)
+SLOW = "write-unevenly-past-max", "write-past-max", "write-waves"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,8 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("case", [BESIDE[0], pytest.param(BESIDE[1], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_it_does_not_matter_when_a_token_is_written(case):
     """A tile's copy may read another program's new token in a slot, or the slot's old content; both are masked.
 
@@ -126,6 +127,7 @@ def check_writes(case, function, chosen):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_seqs", "width", "layout"),
     [(1, 8, "hnd"), (1, 500, "nhd"), (64, 20, "hnd")],

@@ -47,7 +47,7 @@ def lowered(trace):
 
 def some(cases):
     """Parameters; those that test little more than others are marked slow."""
-    few = ("cluster", "slots", "vllm-wide", "narrow", "cap", "new-pattern", "many")
+    few = ("cluster", "slots", "vllm-wide", "narrow", "cap", "new-pattern", "many", "pattern", "vllm")
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 
 
@@ -68,9 +68,9 @@ def test_prefix_attention_lowers(case):
     assert "@mosaic_gpu" in lowered(lambda _: jax.jit(ragged.prefix_attention).trace(*operands))
 
 
-@pytest.mark.parametrize("every", [100, pytest.param(3, marks=pytest.mark.slow)])
-def test_decode_that_writes_lowers(every):
-    for _, trace in test_mosaic_gpu_compiled.writing_cases(every):
+@pytest.mark.slow
+def test_decode_that_writes_lowers():
+    for _, trace in test_mosaic_gpu_compiled.writing_cases(3):
         assert "@mosaic_gpu" in lowered(trace)
 
 
@@ -82,6 +82,7 @@ TRITON = [
 
 
 @needs_triton
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "name"), TRITON)
 def test_triton_kernels_are_the_same(op, name):
     """They take arguments of the same types, and the same compile-time argument."""

@@ -347,6 +347,8 @@ def main(names):
                 importlib.import_module("tests.triton_items").hold_offsets(run_items)
             elif name == "edges":
                 hold_edges()
+            elif name == "sparse-shifts":
+                test_decode.hold_shifts_beyond_32_bits(run)
             elif name == "cut":
                 test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":
