@@ -1,6 +1,6 @@
 """Compiles whole programs, Triton's kernels included, for a Hopper GPU on a machine without a GPU.
 
-    python -m tests.cuda_programs IMPLEMENTATION CASE ...
+    python -m tests.cuda_programs IMPLEMENTATION:CASE ...
 
 prints a line of JSON for each case of `rpa_cases`: the bytes of the donated pool, the bytes of results that alias an
 argument, the bytes of scratch memory, the operations on whole pools, and whether the program rounds anything to 8 bits.
@@ -29,11 +29,14 @@ def lacks() -> str | None:
     return None if _assembler().exists() else "needs a triton that ships ptxas-blackwell"
 
 
-def described(cases: list[str], folder: Path, implementation: str = "triton") -> list[dict]:
-    """Compiles the cases in a process of its own, with the assembler in `folder`; returns what `main` prints."""
+def described(calls: list[tuple[str, str]], folder: Path) -> list[dict]:
+    """Compiles calls, each of an implementation and a case; returns what `main` prints.
+
+    It does so in a process of its own, with the assembler in `folder`.
+    """
     (folder / "ptxas").symlink_to(_assembler())
     environment = os.environ | _ENVIRONMENT | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    command = [sys.executable, "-m", "tests.cuda_programs", implementation, *cases]
+    command = [sys.executable, "-m", "tests.cuda_programs", *map(":".join, calls)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -51,7 +54,7 @@ def _assembler() -> Path:
     return Path(str(spec and spec.origin)).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 
 
-def main(implementation: str, cases: list[str]) -> None:
+def main(calls: list[str]) -> None:
     """Compiles, and prints what the programs do to pools; Triton's kernel writes for every implementation."""
     import jax
     from jax.experimental import topologies
@@ -60,11 +63,11 @@ def main(implementation: str, cases: list[str]) -> None:
     from paged_jax import _dispatch
     from tests import rpa_cases
 
-    _dispatch._on_cuda = lambda *_: [implementation, "triton"]  # in this order
     jax.devices("cpu")  # which registers the plugin
     options = {"target_config": hopper_compiler._DEVICE, "topology": "1x1x1"}
     (device,) = topologies.get_topology_desc("hopper", "cuda", **options).devices
-    for name in cases:
+    for implementation, _, name in (call.partition(":") for call in calls):
+        _dispatch._on_cuda = lambda *_, first=implementation: [first, "triton"]  # in this order
         case = rpa_cases.BY_NAME[name]
         made = rpa_cases.make(case)
         shapes = [list(x.shape) for x in made.arrays]
@@ -84,4 +87,4 @@ def main(implementation: str, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

@@ -14,21 +14,18 @@ from paged_jax import _dispatch
 from paged_jax.kernels import xla
 from paged_jax.kernels.mosaic_gpu import leads
 from paged_jax.kernels.mosaic_gpu.ops import is_decode
-from tests import cuda_programs, ragged_interpreter, rpa_cases
+from tests import ragged_interpreter, rpa_cases
 from tests.mosaic_interpreter import SMALL_GPU, as_for, run_op
 from tests.test_mosaic_gpu import long_items_if, tunings
 
 FOLDING_GPU = dataclasses.replace(SMALL_GPU, num_multiprocessors=3)
 """If the two kv heads of the cases' six rows are folded, their items fill one wave of this GPU."""
 
-FIRST = "hopper-ragged", "hopper-decode-8-bits"
-BY_DEFAULT = ("hopper-decode-8-bits",)
-
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (case.name not in BY_DEFAULT))
+        pytest.param(case, marks=[pytest.mark.slow] * (case.name != "hopper-decode-8-bits"))
         for case in rpa_cases.HOPPER
         # Only GPUs run two of them: the decode case also reads 8 bits, and has heads of 64, too.
         if case.name not in ("hopper-ragged-8-bits", "hopper-decode-hd64")
@@ -79,12 +76,10 @@ def test_folded_heads_on_a_gpu(name):
     assert [tuning.fold for tuning in chosen] == [2]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case.name != "hopper-decode-hd64")) for case in rpa_cases.HOPPER],
-    ids=str,
-)
-def test_lowers_for_cuda(case):
+# `test_compat_rpa.py` compiles other cases, if it can.
+@pytest.mark.parametrize("name", ["hopper-decode-hd64", pytest.param("hopper-ragged-8-bits", marks=pytest.mark.slow)])
+def test_lowers_for_cuda(name):
+    case = rpa_cases.BY_NAME[name]
     made = rpa_cases.make(case)
     call = functools.partial(rpa_cases.function(case), **made.options, implementation="mosaic_gpu")
     made.options["update_kv_cache"] = False
@@ -112,12 +107,3 @@ def test_it_leads_where_it_leads_over_separate_pools(case):
     options = dataclasses.replace(operands.options, layout="nhd")
     separate = operands._replace(key_cache=key_cache, value_cache=value_cache, options=options)
     assert leads(op, operands) == leads(op, separate)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
-def test_its_program_copies_no_pool(tmp_path):
-    for name, facts in zip(FIRST, cuda_programs.described(FIRST, tmp_path, "mosaic_gpu"), strict=True):
-        assert facts["aliased"] == facts["pool"], name
-        assert facts["scratch"] < facts["pool"] // 4, name
-        assert set(facts["on_pools"]) - {"bitcast"} == {"parameter", "custom-call"}, name

@@ -33,8 +33,8 @@ def test_in_the_interpreter(case, sms):
     def run(function, *, quick=True, **arrays):
         return mla_interpreter.run(function, device=Device(90, sms), **arrays)
 
-    test_mla.test_decode(case, run)
     if case is HOPPER_CASES[0]:  # decode of it has sinks in an item that two queues share
+        test_mla.test_decode(case, run)
         case = dataclasses.replace(case, case=dataclasses.replace(case.case, sinks=False, logits_soft_cap=3.0))
     test_mla.hold_ragged(case, run)
 

@@ -57,7 +57,6 @@ def test_one_query_on_a_gpu(case):
 
 SINGLE = {"seq_lens": (9, 130, 0, 70, 33), "query_lens": (1, 0, 0, 1, 1), "padding": 2}
 SINGLE_QUERIES = [
-    small("queries", 4, 2, 64, 16, "bfloat16", **SINGLE),
     small("more-sequences", 8, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 0}, sinks=True),
     small("some-padding", 6, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 1}),
     small("one-row", 4, 2, 64, 16, "bfloat16", seq_lens=(9, 130, 70), query_lens=(0, 1, 0), padding=0),

@@ -20,10 +20,7 @@ DECODE = [
     ("v2", test_mosaic_gpu.small("vllm-wide", 5, 1, 64, 16, "float16", layout="vllm", seq_lens=(700, 3), **ALL)),
 ]
 RAGGED = [
-    test_mosaic_gpu_ragged.small("cap", 4, 2, 112, 16, "float16", layout="nhd", logits_soft_cap=3.0),
     test_mosaic_gpu_ragged.small("slots", 4, 2, 64, 16, "bfloat16", "int8", alibi=True, **BY_SLOT),
-    test_mosaic_gpu_ragged.small("narrow", 4, 2, 128, 16, "bfloat16", "float8_e4m3fn", sliding_window=50, **BY_HEAD),
-    test_mosaic_gpu_ragged.small("pattern", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 32, 1), **ALL),
     test_mosaic_gpu_ragged.small(
         "many", 4, 2, 64, 16, "bfloat16", alibi=True, seq_lens=(20,) * 1100, query_lens=(1,) * 1100
     ),
@@ -47,7 +44,7 @@ def lowered(trace):
 
 def some(cases):
     """Parameters; those that test little more than others are marked slow."""
-    few = ("cluster", "slots", "vllm-wide", "narrow", "cap", "new-pattern", "many", "pattern", "vllm")
+    few = ("cluster", "slots", "vllm-wide", "new-pattern", "many", "vllm")
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 
 
