@@ -105,7 +105,8 @@ def test_the_program_for_a_gpu_copies_no_pool(tmp_path):
         assert facts["aliased"] == facts["pool"], name
         assert facts["scratch"] < facts["pool"] // (4 if name in of_hopper else 100), name
         assert set(facts["on_pools"]) - {"bitcast"} == {"parameter", "custom-call"}, name
-        assert facts["rounds"] == (name == "q-scale"), name  # XLA may drop a cast to a narrower dtype and back
+        if name not in of_hopper:  # XLA may drop a cast to a narrower dtype and back
+            assert facts["rounds"] == (name == "q-scale"), name
 
 
 @pytest.mark.gpu

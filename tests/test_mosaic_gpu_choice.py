@@ -379,7 +379,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
         last = np.minimum(end, found["origin"][its] + found["num_tiles"][its] * geometry.tile_tokens)
         spans = [(first, past) for first, past in zip(begin, last, strict=True) if first < past]
         ends = [low, *(past for _, past in spans)]  # each span begins where the previous one ends
-        assert (ends[:-1], ends[-1]) == ([first for first, _ in spans], length), item
+        assert (ends[:-1], ends[-1]) == ([first for first, _ in spans], max(length, low)), item
         assert (found["number"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)

@@ -148,9 +148,8 @@ def test_long_contexts(case, run):
 
 def hold_in_any_order(run, *, longest=1300):
     """Checks that a sequence's results have the same bits wherever it is in the batch, and in every run."""
-    case = Case(
-        "order", 2, 1, 16, 16, "bfloat16", seq_lens=(longest // 2, 7, 0, longest), query_lens=(1, 7, 0, 20), padding=0
-    )
+    lens = {"seq_lens": (longest // 2, 7, 0, longest), "query_lens": (1, 7, 0, 20), "padding": 0}
+    case = Case("order", 2, 1, 16, 16, "bfloat16", **lens)
     arrays = inputs.make(case).ragged
     order = np.array([3, 1, 0, 2])
     starts = arrays["query_start_loc"]
