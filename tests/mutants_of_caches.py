@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in the allocator, caches, metadata and models."""
+"""The bugs that `tests.mutants` makes on purpose in the allocator, caches and metadata, and in the models' attention."""
 
 from tests.mutants_made import Mutant
 
@@ -205,5 +205,89 @@ MUTANTS_OF_CACHES = [
         "logits -= alibi_slopes.reshape",
         "logits += alibi_slopes.reshape",
         "tests/test_attend.py -k without_a_cache",
+    ),
+    Mutant(
+        "models: attention has the cap of the logits",
+        "examples/decoder.py",
+        '"logits_soft_cap": config.attention_soft_cap,',
+        '"logits_soft_cap": config.logits_soft_cap,',
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: no norm stands after attention alone",
+        "examples/decoder.py",
+        'self.place in ("after", "around")',
+        'self.place in ("around",)',
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: norms after the sums change places",
+        "examples/decoder.py",
+        "hidden = self._add(_take(hidden, rows), out, self.attention_norm, self.attention_out_norm)",
+        "hidden = self._add(_take(hidden, rows), out, self.mlp_norm, self.attention_out_norm)",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: the residual stream is scaled, too",
+        "examples/decoder.py",
+        "hidden + (out if self.scale == 1 else out * self.scale)",
+        "(hidden + out) if self.scale == 1 else (hidden + out) * self.scale",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: OPT's positions begin two rows before",
+        "examples/decoder.py",
+        "self.embed_positions(positions + OPT_POSITION_OFFSET)",
+        "self.embed_positions(positions)",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: the first key has the scale of the queries' norm",
+        "examples/decoder.py",
+        "is_query = jnp.arange(both.shape[2])[:, None] < num_queries",
+        "is_query = jnp.arange(both.shape[2])[:, None] <= num_queries",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: capped logits are below 1",
+        "examples/decoder.py",
+        "return logits if cap is None else cap * jnp.tanh(logits / cap)",
+        "return logits if cap is None else jnp.tanh(logits / cap)",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: rows beyond the tokens have no experts",
+        "examples/decoder.py",
+        "out = self.mlp(normed, tokens.num_tokens if rows is None else None)",
+        "out = self.mlp(normed, tokens.num_tokens)",
+        "tests/test_decoder.py -k rows",
+    ),
+    Mutant(
+        "models: queries of latents are not turned",
+        "examples/mla.py",
+        "absorbed, rotated(turned).astype(self.dtype)",
+        "absorbed, turned",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "models: neighbours of a part are no pairs",
+        "examples/rope.py",
+        "rotated = rotate(heads[..., :size], rotation, is_interleaved)",
+        "rotated = rotate(heads[..., :size], rotation)",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "experts: gpt-oss has a sigmoid of slope 1",
+        "examples/moe.py",
+        "return gate * (up + 1) / (1 + jnp.exp(-config.swiglu_alpha * gate))",
+        "return gate * (up + 1) / (1 + jnp.exp(-gate))",
+        "tests/test_decoder.py -k every_field",
+    ),
+    Mutant(
+        "experts: nobody computes the shared expert",
+        "examples/moe.py",
+        "return out if self.shared is None else out + self.shared(hidden)",
+        "return out if self.shared is None else out",
+        "tests/test_decoder.py -k every_field",
     ),
 ]

@@ -79,7 +79,7 @@ def run_causal(graphdef, state, token_ids):
 LIKE_LLAMAS = "qwen2_dynamic", "qwen2_linear", "qwen2_longrope", "qwen2_yarn"  # the same kinds of positions
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_LLAMAS)) for n in NAMES])
 def test_logits_without_a_cache(name):
     case = load(name)

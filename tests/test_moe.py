@@ -12,6 +12,7 @@ from flax import nnx
 
 from examples import moe
 from examples.config import ExpertsConfig
+from tests.plain_decoder import routed
 
 CONFIG = ExpertsConfig(num_experts=8, num_chosen=2, intermediate_size=16)
 
@@ -68,22 +69,6 @@ ROUTERS = [
     {"scores": "sigmoid", "num_groups": 4, "num_chosen_groups": 3, "are_normalized": True, "has_correction": True},
     {"scores": "chosen", "has_bias": True, "scale": 1.5},
 ]
-
-
-def routed(config, logits, correction):
-    """A token's experts and their weights, in plain NumPy."""
-    softmax = np.exp(logits) / np.exp(logits).sum()
-    scores = 1 / (1 + np.exp(-logits)) if config.scores == "sigmoid" else softmax
-    ranked = scores + correction
-    groups = np.sort(ranked.reshape(config.num_groups, -1))
-    of_groups = groups[:, -1] if config.group_score == "best" else groups[:, -2:].sum(axis=1)
-    best = np.argsort(-of_groups)[: config.num_chosen_groups]
-    is_in_best = np.isin(np.arange(config.num_groups), best).repeat(groups.shape[1])
-    experts = np.argsort(np.where(is_in_best, -ranked, np.inf))[: config.num_chosen]
-    weights = scores[experts]
-    if config.are_normalized or config.scores == "chosen":
-        weights = weights / weights.sum()
-    return experts, weights * config.scale
 
 
 def test_the_router_chooses_as_its_config_says():
