@@ -33,6 +33,7 @@ from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
 from tests.mutants_of_server import MUTANTS_OF_SERVER
 from tests.mutants_of_text import MUTANTS_OF_TEXT
 from tests.mutants_of_triton import MUTANTS_OF_TRITON
+from tests.mutants_of_xla import MUTANTS_OF_XLA
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_S = 600  # of a mutant's tests, which take seconds
@@ -52,6 +53,7 @@ ALL = (
     *MUTANTS_OF_CHOICES,
     *MUTANTS_OF_PTX,
     *MUTANTS_OF_TRITON,
+    *MUTANTS_OF_XLA,
 )
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 

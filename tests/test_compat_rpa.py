@@ -14,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
+from paged_jax import _dispatch
 from paged_jax.compat import rpa
+from paged_jax.options import Interleaved
 from tests import cuda_programs, rpa_cases
 from tests.rpa_cases import Case
 from tests.test_partition import COLLECTIVES, make_mesh
@@ -197,6 +199,53 @@ def test_tokens_past_the_table_and_beside_the_batch_are_not_written():
     assert np.argwhere(np.asarray(written).any(axis=(2, 3, 4))).tolist() == [[1, 15]]
 
 
+def test_what_the_op_behind_it_is_asked(monkeypatch):
+    """It gets the bounds, and need not give lse, whose -inf of padding would be an error under `jax_debug_infs`."""
+    asked, call = {}, _dispatch.call
+
+    def spy(op, operands, **more):
+        asked[op] = operands, more
+        return call(op, operands, **more)
+
+    monkeypatch.setattr(_dispatch, "call", spy)
+    arrays = rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"]).arrays
+    bounded = functools.partial(rpa.ragged_paged_attention, max_seq_len=70, max_query_len=9, sm_scale=2.0)
+    jax.eval_shape(bounded, *arrays)
+    operands, more = asked["ragged_paged_attention"]
+    assert (operands.options.max_seq_len, operands.options.max_query_len) == (70, 9)
+    assert more == {"implementation": None, "unwanted": (1,)}
+    assert asked["write_to_paged_cache"][1] == {"implementation": None, "layout": operands.options.layout}
+
+
+def test_what_later_rows_hold_is_not_read():
+    """Two of four rows have sequences; the tables of the others may hold anything, and so may lengths and starts."""
+    step = [np.array(x, np.int32) for x in ([3, 20, 99, 7], [5, 0, 1, 2, 9, 9, 9, 9], [0, 3, 4, 90, -1], [0, 0, 2])]
+    _, lens, starts = rpa._batch(*step)
+    assert lens.tolist() == [3, 20, 0, 0]
+    assert starts.tolist() == [0, 3, 4, 4, 4]
+
+
+def test_a_pool_of_as_many_bytes_holds_new_tokens_as_they_are():
+    """float16 saturates bfloat16, but no scale divides what it holds."""
+    tokens, pool = jnp.arange(24, dtype=jnp.bfloat16).reshape(3, 1, 8), jnp.zeros((2, 4, 2, 8), jnp.float16)
+    slots = jnp.array([1, -1, 6], jnp.int32)
+    written = rpa._write(tokens, tokens + 1, pool, slots, Interleaved(), 0.5, 0.25, None)
+    np.testing.assert_array_equal(written[0, 1], np.arange(8) + [[0], [1]])
+    np.testing.assert_array_equal(written[1, 2], np.arange(16, 24) + [[0], [1]])
+
+
+def test_xla_may_not_drop_the_rounding_of_queries():
+    """Where it is allowed excess precision, it drops a cast to a narrower dtype and back, but not around a barrier."""
+    text = jax.jit(lambda x: rpa._quantised(x, 0.5, jnp.float8_e4m3fn)).lower(jnp.ones((2, 8), jnp.bfloat16)).as_text()
+    assert re.search(r"optimization_barrier .*: tensor<2x8xf8E4M3FN>", text)
+
+
+def test_a_pool_of_32_bits_keeps_its_axes_in_memory():
+    """A row of its own for each element that a TPU packs: XLA would take this axis for the outermost one."""
+    text = jax.jit(lambda x: rpa._as_given(x, (2, 4, 2, 1, 128))).lower(jnp.zeros((2, 4, 2, 128))).as_text()
+    assert "LayoutConstraint" in text
+
+
 def test_it_computes_what_separate_pools_give():
     case = rpa_cases.BY_NAME["plain-bfloat16"]
     made = rpa_cases.make(case)
@@ -214,6 +263,13 @@ def test_it_computes_what_separate_pools_give():
 
 
 F8 = jnp.float8_e4m3fn
+
+
+def in_host_memory(pool):
+    cpu = jax.devices("cpu")[0]
+    return jax.device_put(pool, jax.sharding.SingleDeviceSharding(cpu, memory_kind="pinned_host"))
+
+
 WRONG = [
     (0, lambda x: x[0], ValueError, r"queries must have shape \[max_num_tokens, num_q_heads, head_dim\], got"),
     (0, lambda x: x.astype(F8), TypeError, "queries must have dtype float16 or bfloat16 or float32, got float8"),
@@ -226,6 +282,7 @@ WRONG = [
     (3, lambda x: x[:, :, :2], ValueError, "kv_cache must have 2 \\* num_kv_heads = 4 rows a slot, .* got 2 in"),
     (3, lambda x: x[..., :48], ValueError, "kv_cache must have head_dim = 64 elements a row, or the next multiple"),
     (3, lambda x: x.astype(np.float64), TypeError, "kv_cache must have dtype .*, got float64"),
+    (3, lambda x: in_host_memory(x), ValueError, "kv_cache must be in device memory, got one in host memory"),
     (4, lambda x: x.astype(np.float32), TypeError, "kv_lens must have dtype .*, got float32"),
     (5, lambda x: x[:-1], ValueError, r"page_indices must have shape .*, max_num_seqs is 7, got"),
     (6, lambda x: x[:-1], ValueError, r"cu_q_lens must have shape \[max_num_seqs \+ 1\] = \(8,\), got \(7,\)"),

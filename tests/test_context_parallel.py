@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
+from paged_jax import _dispatch
 from paged_jax.engine import Engine, SamplingParams
 from tests import engine_model, test_partition
 from tests.conftest import QUICK_COMPILE
@@ -198,11 +199,12 @@ def test_contexts_without_new_blocks_on_a_device(causal):
     assert_same(jax.jit(fun)(*place(arrays, specs, make_mesh())), jax.jit(fun)(*arrays))
 
 
-def test_latents_of_many_short_prompts():
-    """Each prompt has a block of its own in the pool of new latents."""
-    arrays = dict(ARRAYS, seq_lens=np.array([5, 1, 16, 9], np.int32), query_start_loc=np.arange(5, dtype=np.int32))
+@pytest.mark.parametrize(("lens", "starts"), [((5, 1, 16, 9), (0, 1, 2, 3, 4)), ((0, 16, 0, 0), (0, 0, 7, 7, 7))])
+def test_latents_of_many_short_prompts_and_of_a_long_one(lens, starts):
+    """Each prompt has blocks of its own in the pool of new latents; its last one may be partly filled."""
+    arrays = dict(ARRAYS, seq_lens=np.array(lens, np.int32), query_start_loc=np.array(starts, np.int32))
     _, names, _ = bind("ragged_mla_attention")
-    given = [arrays[name][:4] if name == "latent_tokens" else arrays[name] for name in names]
+    given = [arrays[name][: starts[-1]] if name == "latent_tokens" else arrays[name] for name in names]
 
     def fun(*arrays):
         return _call("ragged_mla_attention", names, arrays)
@@ -300,6 +302,19 @@ def test_an_implementation_by_name_computes_the_op_alone():
 
 
 @pytest.mark.slow_on_cpu
+def test_xla_by_name_computes_every_part(monkeypatch):
+    """Also the part of the new tokens, which is another op."""
+    _, names, arrays = without_distances("ragged_paged_attention")
+    asked, load = set(), _dispatch._load
+    monkeypatch.setattr(_dispatch, "_load", lambda name, op: asked.add((name, op)) or load(name, op))
+
+    def fun(*arrays):
+        return _call("ragged_paged_attention", names, arrays, implementation="xla")
+
+    jax.jit(fun).trace(*place(arrays, specs_of("ragged_paged_attention", names), make_mesh(AxisType.Explicit)))
+    assert asked == {("xla", "ragged_paged_attention"), ("xla", "prefix_attention")}
+
+
 def test_the_engine_takes_blocks_of_each_device_in_turn(weights):
     """Its tokens are the model's own; it swaps nothing, as the host has whole blocks."""
     windows = (None,) * engine_model.LAYERS
@@ -323,3 +338,18 @@ def test_the_engine_takes_blocks_of_each_device_in_turn(weights):
     table = engine._blocks.managers[0].state.block_tables
     owners = table[table >= 0] // (ENGINE_BLOCKS // 2)
     assert abs((owners == 0).sum() - (owners == 1).sum()) <= 1
+
+
+def test_new_tokens_in_pools_of_8_bits():
+    """Prompts in bfloat16 over float8: each device scales the new tokens that it has before it gives them away."""
+    op = "ragged_paged_attention"
+    names = [*OPS[op][0], "k_scale", "v_scale"]
+    dtypes = {"tokens": jnp.bfloat16, **dict.fromkeys(POOLS, jnp.float8_e4m3fn)}
+    arrays = [jnp.asarray(ARRAYS[name], dtypes.get(name)) for name in names]
+
+    def fun(*arrays):
+        return _call(op, names, arrays)
+
+    placed = place(arrays, specs_of(op, names), make_mesh(AxisType.Explicit))
+    found, wanted = jax.jit(fun)(*placed), jax.jit(fun)(*arrays)
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted.astype(jnp.float32), rtol=0.02, atol=0.02)

@@ -198,6 +198,14 @@ def test_random_batches_in_one_compiled_program(implementation, device, skip_lac
     assert len(traces) == 1
 
 
+def test_a_batch_of_padding_alone_has_no_sequences():
+    pool, tables = jnp.ones((3, 2, 4, 8)), jnp.zeros((0, 2), jnp.int32)
+    arrays = jnp.ones((5, 4, 8)), pool, pool, tables, jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32)
+    out, lse = paged_jax.ragged_paged_attention(*arrays, return_lse=True, implementation="xla")
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
 def test_what_the_flags_return():
     made = inputs.make(Case("flags", dtype="bfloat16"))
 

@@ -1,6 +1,8 @@
 """Tests the choice of an implementation: which errors fall through, what users are told, and which names are taken."""
 
 import logging
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -11,8 +13,10 @@ import pytest
 
 import paged_jax
 from paged_jax import _dispatch, _selection, which_implementation
-from paged_jax.kernels import triton
+from paged_jax.kernels import problem, triton
+from paged_jax.kernels.mosaic_gpu.decode import choose
 from paged_jax.kernels.problem import Unsupported
+from paged_jax.kernels.triton import launch, tuning
 
 QUERY, CACHE = jnp.ones((2, 4, 16), jnp.bfloat16), jnp.ones((5, 2, 8, 16), jnp.bfloat16)
 DECODE = QUERY, CACHE, CACHE, jnp.zeros((2, 3), jnp.int32), jnp.array([3, 20], jnp.int32)
@@ -113,6 +117,43 @@ def test_what_needs_a_gpu_says_so_elsewhere(implementation):
     with pytest.raises(Unsupported, match="needs an NVIDIA GPU, this is a cpu"):
         which_implementation(paged_jax.paged_attention, *arrays, implementation=implementation)
     assert "paged_jax_refuse" not in lower_for_cuda(call, *arrays)
+
+
+def test_arrays_of_a_gpu_ask_for_cuda_beside_those_of_the_host():
+    def array(platform):
+        made = mock.Mock()
+        made.__class__ = jax.Array
+        made.devices.return_value = [SimpleNamespace(platform=platform)]
+        return made
+
+    assert _selection._platform([array("cpu"), array("gpu"), 3]) == "cuda"
+    assert _selection._platform([array("cpu"), array("cpu")]) == "cpu"
+
+
+@pytest.mark.parametrize(("capability", "wanted"), [("9.0", 90), ("12.1", 121), ("gfx942", 0)])
+def test_the_facts_of_a_gpu(capability, wanted):
+    gpus = [SimpleNamespace(compute_capability=capability, core_count=7), SimpleNamespace(core_count=9)]
+    with mock.patch.object(jax, "local_devices", return_value=gpus):
+        assert problem.device() == problem.Device(wanted, 7)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_windows_and_partitions_are_no_longer_than_the_longest_context(implementation):
+    """Sums of positions would overflow in kernels. The call is refused once its facts are known."""
+    query, pool = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((5, 2, 16, 64), jnp.bfloat16)
+    options = {"sliding_window": 2**31 - 1, "partition_size": 2**31 - 16, "implementation": implementation}
+    made, seen = (tuning, "attention") if implementation == "triton" else (choose, "in_partitions"), []
+
+    def refuse(facts, gpu):
+        seen.append(facts)
+        raise Unsupported(implementation, ["is refused"])
+
+    with mock.patch.object(*made, refuse), mock.patch.object(launch, "missing", return_value=[]):
+        lengths = DECODE[3:]
+        with pytest.raises(Unsupported, match="is refused"):
+            jax.eval_shape(partial(paged_jax.paged_attention_v2, **options), query, pool, pool, *lengths)
+    assert seen[0].sliding_window == 2**30
+    assert seen[0].partition_size in (None, 2**30)  # in Triton it is a choice
 
 
 def test_which_implementation_takes_shapes_methods_and_nothing_else():

@@ -147,6 +147,7 @@ def test_other_ops_lower_for_cuda_with_no_gpu(lowered):
     text = lowered(paged_jax.write_to_paged_cache, *[made.prefix["key"][:2]] * 2, *caches, np.arange(2, dtype=np.int32))
     assert text.count("@triton_kernel_call") == 1
     assert text.count("#stablehlo.output_operand_alias") == 2
+    assert text.count("optimization_barrier") == 2  # before and behind a kernel that writes in place (`in_place.py`)
     text = lowered(paged_jax.copy_blocks, *caches, np.zeros((2, 2), np.int32))
     assert text.count("@triton_kernel_call") == 2
     assert text.count("#stablehlo.output_operand_alias") == 2

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax import PagedKVCache, PagedLatentCache, write_to_latent_cache, write_to_paged_cache
+from paged_jax import PagedKVCache, PagedLatentCache, _checks, write_to_latent_cache, write_to_paged_cache
 from tests import inputs, oracle
 from tests.cases import CACHE_DTYPES, LAYOUTS
 from tests.test_cache_ops import assert_same_bytes
@@ -67,3 +67,12 @@ def test_latents_follow_it_too(cache_dtype):
     wanted = write_to_latent_cache(divided, cache.latent_cache, SLOTS, scale=1.0)
     written = cache.write(latent, SLOTS).latent_cache
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (written, wanted)))
+
+
+def test_a_scale_of_numpy_may_change_after_the_call():
+    """On a CPU JAX may read an aligned array where it lies, and late."""
+    memory = np.ones(64, np.float32)
+    scale = memory[-memory.ctypes.data % 64 // 4 :][:32]
+    taken = _checks.floating("k_scale", scale)
+    scale[:] = 9
+    np.testing.assert_array_equal(taken, np.ones(32))

@@ -163,6 +163,17 @@ def test_pools_of_eight_bits_are_updated_in_place(dtype, layout, op):
     assert memory.temp_size_in_bytes < (0.75 if op == "write_and_attend" else 0.05) * POOL_BYTES
 
 
+@pytest.mark.parametrize(
+    ("op", "dtype", "count"),
+    # A quotient by each scale is one rounding. Bytes of float8 are gathered, and put one by one, in loops.
+    [("write_to_paged_cache", "int8", 2), ("write_to_paged_cache", "float8_e5m2", 4), ("write_and_attend", "int8", 2),
+     ("write_and_attend", "float8_e5m2", 6), ("copy_blocks", "float8_e5m2", 2)],
+)  # fmt: skip
+def test_xla_may_neither_move_conversions_out_of_loops_nor_multiply_by_reciprocals(op, dtype, count):
+    function, arguments, _ = pool_calls("hnd", jnp.dtype(dtype))[op]
+    assert jax.jit(function).lower(*arguments).as_text().count("optimization_barrier") == count
+
+
 # shard_map with check_vma.
 
 
