@@ -13,14 +13,13 @@ import pytest
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
 from examples.server.chat import ChatTemplate
-from tests.conftest import PATIENCE
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, JSON, NUM_BLOCKS, PROMPT
 from tests.model_folders import short_tiny
 
 
 @pytest.fixture
 def client(running):
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with running.openai() as client:
         yield client
     running.wait_until_idle()
 

@@ -4,7 +4,6 @@ import json
 import re
 
 import numpy as np
-import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -30,7 +29,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 @pytest.fixture(scope="module")
 def client(running):
     """OpenAI's client of the server."""
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with running.openai() as client:
         yield client
 
 

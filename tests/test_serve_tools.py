@@ -136,7 +136,7 @@ def client(running, request, monkeypatch):
     )
     model = dataclasses.replace(running.server._model, tool_format=request.param, template=template)
     monkeypatch.setattr(running.server, "_model", model)
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    with running.openai() as client:
         client.form = request.param
         yield client
 
