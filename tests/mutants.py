@@ -22,6 +22,7 @@ from tests.mutants_made import MUTANTS, Mutant
 from tests.mutants_of_answers import MUTANTS_OF_ANSWERS
 from tests.mutants_of_caches import MUTANTS_OF_CACHES
 from tests.mutants_of_choices import MUTANTS_OF_CHOICES
+from tests.mutants_of_decisions import MUTANTS_OF_DECISIONS
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_groups import MUTANTS_OF_GROUPS
 from tests.mutants_of_hopper import MUTANTS_OF_HOPPER
@@ -41,6 +42,7 @@ ALL = (
     *MUTANTS,
     *MUTANTS_OF_SCHEDULER,
     *MUTANTS_OF_ENGINE,
+    *MUTANTS_OF_DECISIONS,
     *MUTANTS_OF_LIMITS,
     *MUTANTS_OF_GROUPS,
     *MUTANTS_OF_TEXT,

@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in the allocator, caches and metadata, and in the models' attention."""
+"""The bugs that `tests.mutants` makes on purpose in the allocator, caches, metadata and models."""
 
 from tests.mutants_made import Mutant
 
