@@ -42,8 +42,9 @@ ALL_WRITING = [
 ]
 
 
-ON_GPUS = "write-group", "write-nhd", "write-cluster"  # attention alone has cases of large groups, "nhd" and clusters
-SLOW = "write-unevenly-past-max", "write-past-max", "write-waves"
+# Attention alone has cases of large groups, "nhd" and clusters.
+ON_GPUS = "write-group", "write-nhd", "write-cluster", "write-unevenly-past-max"
+SLOW = "write-past-max", "write-waves"
 
 
 @pytest.mark.parametrize(
