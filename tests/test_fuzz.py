@@ -214,6 +214,7 @@ def started(monkeypatch, first):
     return commands
 
 
+@pytest.mark.slow
 def test_others_are_tried_in_the_place_of_programs_that_are_refused(capsys):
     """Mosaic GPU has no such op, so no program is left at the end."""
     flags = ["--implementation", "mosaic_gpu", "--interpret", "--small", "--ops", "copy"]

@@ -22,19 +22,21 @@ from tests.latent_cases import HOPPER_CASES
 
 
 @pytest.mark.parametrize(
-    ("case", "sms"),
+    ("op", "case"),
     [
-        (HOPPER_CASES[0], 4),
-        pytest.param(HOPPER_CASES[2], 4, marks=pytest.mark.slow),
+        ("decode", HOPPER_CASES[0]),  # it has sinks in an item that two queues share
+        *(pytest.param("ragged", HOPPER_CASES[i], marks=pytest.mark.slow) for i in (0, 2)),
     ],
     ids=str,
 )
-def test_in_the_interpreter(case, sms):
+def test_in_the_interpreter(op, case):
     def run(function, *, quick=True, **arrays):
-        return mla_interpreter.run(function, device=Device(90, sms), **arrays)
+        return mla_interpreter.run(function, device=Device(90, 4), **arrays)
 
-    if case is HOPPER_CASES[0]:  # decode of it has sinks in an item that two queues share
+    if op == "decode":
         test_mla.test_decode(case, run)
+        return
+    if case is HOPPER_CASES[0]:
         case = dataclasses.replace(case, case=dataclasses.replace(case.case, sinks=False, logits_soft_cap=3.0))
     test_mla.hold_ragged(case, run)
 

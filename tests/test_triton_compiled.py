@@ -62,7 +62,7 @@ WILD = [
         logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
     ),
 ]  # fmt: skip
-# Compiled by default: each op, and each architecture except 8.6 and 10.0, which are much like 8.0 and 12.0.
+# Compiled by default: most ops, and each architecture except 8.6 and 10.0, which are much like 8.0 and 12.0.
 BY_DEFAULT = {
     *((80, "ragged", "hnd-bfloat16"), (80, "fused", "nhd-e5m2"), (89, "v1", "hnd-e4m3"), (89, "write", "vllm-e4m3")),
     *((90, "v2", "everything"), (120, "copy", "vllm-int8"), (120, "ragged", "split"), (80, "swap", "hnd-bfloat16")),

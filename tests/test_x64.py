@@ -44,7 +44,7 @@ def lowered(trace):
 
 def some(cases):
     """Parameters; those that test little more than others are marked slow."""
-    few = ("cluster", "slots", "vllm-wide", "new-pattern", "many", "vllm")
+    few = ("cluster", "slots", "vllm-wide", "new-pattern", "all", "many", "vllm")
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 
 
