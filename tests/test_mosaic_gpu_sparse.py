@@ -174,7 +174,7 @@ INTERPRETED = [
           block_sparse=Sparse(1, 8, 32, 1)),
     small("kv-heads", 4, 2, 64, 16, "float16", layout="nhd", block_sparse=Sparse(2, 5, 16, -1, 1), sinks=True),
     small("whole-tiles", 2, 1, 64, 16, "bfloat16", seq_lens=(900,), query_lens=(20,), block_sparse=Sparse(2, 4, 64)),
-    small("stripes-only", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 0, 230), query_lens=(1, 0, 70), alibi=True,
+    small("stripes-only", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 0, 330), query_lens=(1, 0, 170), alibi=True,
           block_sparse=Sparse(0, 3, 32, 1, 2)),
     small("window", 4, 1, 64, 16, "bfloat16", seq_lens=(37, 0, 330), query_lens=(1, 0, 20), sliding_window=200,
           block_sparse=Sparse(1, 7, 48, 2)),
