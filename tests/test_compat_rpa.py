@@ -230,8 +230,8 @@ def test_a_pool_of_as_many_bytes_holds_new_tokens_as_they_are():
     tokens, pool = jnp.arange(24, dtype=jnp.bfloat16).reshape(3, 1, 8), jnp.zeros((2, 4, 2, 8), jnp.float16)
     slots = jnp.array([1, -1, 6], jnp.int32)
     written = rpa._write(tokens, tokens + 1, pool, slots, Interleaved(), 0.5, 0.25, None)
-    np.testing.assert_array_equal(written[0, 1], np.arange(8) + [[0], [1]])
-    np.testing.assert_array_equal(written[1, 2], np.arange(16, 24) + [[0], [1]])
+    np.testing.assert_array_equal(written[0, 1], np.add(np.arange(8), [[0], [1]]))
+    np.testing.assert_array_equal(written[1, 2], np.add(np.arange(16, 24), [[0], [1]]))
 
 
 def test_xla_may_not_drop_the_rounding_of_queries():
