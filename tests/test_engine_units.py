@@ -161,3 +161,9 @@ def test_a_swapped_sequence_needs_its_blocks_once(num_blocks, has_room):
     swapped.num_computed, swapped.host_blocks = 8, [[0, 1]]
     assert pools.has_room(swapped, pools.no_hits, [0]) == has_room
     assert not pools.has_room(swapped, pools.no_hits, [1])
+
+
+def test_blocks_that_cannot_be_shared_out_evenly_are_taken_in_order():
+    """An engine may use fewer blocks than the pools have, which are split over devices."""
+    for num_blocks, free in ((6, [0, 3, 1, 4, 2, 5]), (5, [0, 1, 2, 3, 4])):
+        assert BlockManager(num_blocks, 4, 2, 4, 0, True, num_shards=2).state.free_blocks.tolist() == free

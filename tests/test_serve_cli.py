@@ -140,6 +140,7 @@ def test_it_listens_at_addresses_of_both_kinds(host, url):
 
 def test_an_address_that_is_taken():
     with serve.bind("127.0.0.1", 0) as listener:
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR), "a server may start again at once"
         listener.listen()
         with pytest.raises(CommandError, match=r"cannot listen at 127\.0\.0\.1"):
             serve.bind("127.0.0.1", listener.getsockname()[1])

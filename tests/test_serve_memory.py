@@ -9,6 +9,7 @@ import pytest
 from examples import serve
 from examples.checkpoint import load_model
 from examples.command_line import TINY, CommandError
+from examples.families import load_config
 from examples.server import memory
 from tests.model_folders import folder, short_tiny
 
@@ -81,6 +82,27 @@ def test_the_cache_is_bounded_by_the_devices_memory(tiny, monkeypatch):
     for parts, shards, num_blocks in ((1, 1, 10), (2, 1, 21), (1, 2, 22), (2, 2, 42), (16, 1, 128)):
         shared = dataclasses.replace(config, num_parts=parts, num_shards=shards)
         assert caches_of((decoder, shared, tokenizer, eos), "--max-num-seqs", "4")[0].num_blocks == num_blocks
+
+
+def test_every_device_of_a_mesh_has_all_latents(tiny, monkeypatch):
+    """Devices hold more of them together only where they share out the blocks."""
+    config = load_config(folder("deepseek_v2_lite"))
+    model = tiny[0], config, *tiny[2:]
+    block = sum(cache.nbytes for cache in caches_of(model, "--num-blocks", "1"))
+    memory = {"bytes_limit": 10.5 * block / serve.MEMORY_SHARE, "bytes_in_use": 0}
+    monkeypatch.setattr(serve.jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: memory)])
+    for parts, shards, num_blocks in ((1, 1, 10), (4, 1, 10), (4, 2, 22)):
+        shared = dataclasses.replace(config, num_parts=parts, num_shards=shards)
+        assert caches_of((tiny[0], shared, *tiny[2:]))[0].num_blocks == num_blocks
+
+
+def test_scales_are_measured_on_as_many_tokens_as_the_model_has_positions(tiny, monkeypatch):
+    measured = []
+    monkeypatch.setattr(serve, "choose_scales", lambda *arguments: measured.append(arguments[4]))
+    for positions, length in ((20, 20), (512, len(tiny[2].encode(serve.SAMPLE).ids))):
+        config = dataclasses.replace(tiny[1], max_position_embeddings=positions)
+        caches_of((tiny[0], config, *tiny[2:]), "--num-blocks", "2")
+        assert measured[-1].prompt_lens.tolist() == [length]
 
 
 def test_the_cache_is_bounded_by_the_longest_text(tiny):

@@ -8,11 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from examples import all_reduce
 from examples.config import DecoderConfig, ExpertsConfig, LatentConfig, LayerConfig
+from examples.decoder import Decoder
+from examples.families import parse_config
 from examples.rope import YarnScaling
-from examples.sharding import COMMANDS, MeshError, all_reduce_options, parse_mesh, peer_sum, split_config
+from examples.sharding import (
+    COMMANDS,
+    MeshError,
+    all_reduce_options,
+    make_mesh,
+    parse_mesh,
+    peer_sum,
+    sharding_of,
+    split_config,
+)
+from tests.model_folders import reference
 
 SIZES = dict(vocab_size=64, embedding_size=32, hidden_size=32, intermediate_size=48, num_heads=12, num_kv_heads=4)
 CONFIG = DecoderConfig(
@@ -164,3 +178,43 @@ def test_a_ramp_of_yarn_may_have_no_length():
     frequencies, factor = YarnScaling(8.0, 6, 1.5).frequencies(100.0, 8, 48)
     np.testing.assert_allclose(frequencies, 100.0 ** -np.array([0, 0.25, 0.5, 0.75]) * [1, 1 / 8, 1 / 8, 1 / 8])
     assert factor == 1.5
+
+
+WHOLE = {"embed_positions", "project_in", "project_out", "router", "kv_a_proj", "q_a_proj"}  # modules, beside norms
+
+
+def split_axis(module, name):
+    """The axis of a parameter that devices share out, None for a parameter that each of them has."""
+    if module in WHOLE or module.endswith("norm") or (name == "bias" and module in ("o_proj", "down_proj")):
+        return None
+    if module == "experts":
+        return {"gate_up": 1, "gate_up_bias": 1, "down": 2, "down_bias": None}[name]
+    return 1 if name == "kernel" and module not in ("o_proj", "down_proj") else 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "opt_pre_norm", "opt_post_norm"])
+def test_what_each_device_has_of_a_model(name):
+    """Everything that is large is shared out, along the heads, the width of the MLP or the vocabulary."""
+    config = parse_config(reference(name).config)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    mesh = make_mesh({"tp": 2}, jax.devices("cpu"))
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        module = path[-2] if isinstance(path[-2], str) else path[-3]
+        shape = tuple(2 * size for size in parameter.shape)
+        spec = sharding_of(path, shape, mesh, config).spec
+        axis = split_axis(module, path[-1])
+        assert spec.index("tp") == axis if axis is not None else "tp" not in spec, path
+        if axis is not None:
+            uneven = tuple(size + (i == axis) for i, size in enumerate(shape))
+            assert "tp" not in sharding_of(path, uneven, mesh, config).spec, "it cannot be dealt out"
+    if config.experts is not None:
+        by_experts = dataclasses.replace(config, experts=dataclasses.replace(config.experts, split="experts"))
+        path = "layers", 1, "mlp", "experts", "down"
+        assert sharding_of(path, (4, 8, 8), mesh, by_experts).spec == P("tp")
+
+
+def test_a_model_without_a_mesh_is_on_the_default_device():
+    first, second = jax.devices("cpu")[:2]
+    assert sharding_of(("lm_head", "kernel"), (8, 8), None).device_set == {first}
+    with jax.default_device(second):
+        assert sharding_of(("lm_head", "kernel"), (8, 8), None).device_set == {second}
