@@ -283,4 +283,11 @@ MUTANTS_OF_HOPPER = [
         "jnp.int32(0) * QUERY_ROWS",
         "tests/test_mosaic_gpu_guards.py -k programs",
     ),
+    Mutant(
+        "mosaic_gpu: warps that share splits of latents lose the last one",
+        "kernels/mosaic_gpu/mla/merge.py",
+        "div(add(block.num_splits, i32(num_shares - 1)), num_shares)",
+        "div(block.num_splits, num_shares)",
+        "tests/test_mosaic_gpu_merge.py -k latent",
+    ),
 ]

@@ -120,7 +120,7 @@ MUTANTS_OF_XLA = [
         "kernels/triton/launch.py",
         "[*apart(results[: len(in_place)]), *results[len(in_place) :]]",
         "results",
-        "tests/test_triton.py -k lowers_for_cuda",
+        "tests/test_triton.py -k stay_apart",
     ),
     Mutant(
         "a scale is read when the caller may have changed it",

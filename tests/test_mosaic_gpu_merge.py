@@ -91,15 +91,15 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
     check(refs, expected)
 
 
-@pytest.mark.parametrize(("queues", "has_sinks"), [(8, True), (100, True), (100, False)])
-def test_rows_of_latent_attention(gpu, queues, has_sinks):
-    """With many queues, four warps share the splits of a row."""
+@pytest.mark.parametrize(("queues", "num_splits", "has_sinks"), [(8, 23, True), (100, 23, True), (100, 29, False)])
+def test_rows_of_latent_attention(gpu, queues, num_splits, has_sinks):
+    """With many queues, four warps share the splits of a row; of 29 splits the first warp alone loads in two steps."""
     rng = np.random.default_rng(queues)
     problem = problem_of(4, 8, 128, 128)
     problem = Problem(**vars(problem) | {"per_head": PerHead(sinks=has_sinks)})
     geometry = Geometry(problem, mla_choose.Tuning(queues=queues, width=2, left=64), one_query=True)
     assert mla_merge.shares(geometry) == (4 if queues == 100 else 1)
-    first_partial, num_splits, row, num_rows, block = 5, 23, 8, 7, 1
+    first_partial, row, num_rows, block = 5, 8, 7, 1
     places = [int(mla_plan.partial_of(np.int32(first_partial), np.int32(i))) for i in range(num_splits)]
     out, log_sums = partials_of(rng, (max(places) + 1, 2, 64), 128)
     log_sums[places, block, 3] = -np.inf
