@@ -118,6 +118,39 @@ MUTANTS_OF_DECISIONS = [
         "tests/test_engine_units.py -k half_way",
     ),
     Mutant(
+        "speculation: hopes stay where nothing is guessed",
+        "engine/speculation.py",
+        """            if not guess.tokens:
+                guess.close()
+""",
+        "",
+        "tests/test_engine_units.py -k leaves_a_place",
+    ),
+    Mutant(
+        "speculation: a draft takes the last token's place",
+        "engine/speculation.py",
+        "sequence.max_total - len(sequence.tokens) - 1)",
+        "sequence.max_total - len(sequence.tokens))",
+        "tests/test_engine_units.py -k leaves_a_place",
+    ),
+    Mutant(
+        "blocks: any number of blocks is shared out evenly",
+        "engine/blocks.py",
+        "num_shards = num_shards if num_blocks % num_shards == 0 else 1",
+        "num_shards = num_shards",
+        "tests/test_engine_units.py -k evenly",
+    ),
+    Mutant(
+        "results: a stop text in the last piece is no reason",
+        "engine/results.py",
+        """            text += sequence.text.flush()
+            stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
+        sequence.finish""",
+        """            text += sequence.text.flush()
+        sequence.finish""",
+        "tests/test_engine_units.py -k half_a_character",
+    ),
+    Mutant(
         "pools: a swapped sequence is computed again",
         "engine/pools.py",
         "begun = restored or hits.num_blocks * self.block_size",

@@ -3,6 +3,8 @@
 import fnmatch
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from examples.checkpoint import CheckpointError, find_folder, load_model, save_model
 from examples.families import load_config
+from examples.tensors import drop_tied_head
 from tests import model_folders
 from tests.model_folders import copy as copy
 from tests.model_folders import edit, refuse
@@ -247,3 +250,10 @@ def test_a_folder_of_the_user_s_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert find_folder("~/model") == find_folder(tmp_path / "model") == tmp_path / "model"
+
+
+def test_a_head_without_an_embedding_is_dropped():
+    """The embedding is then refused as missing."""
+    found: dict[str, Any] = {"lm_head.weight": SimpleNamespace(read=lambda: np.ones(3)), "model.norm.weight": None}
+    drop_tied_head(found, "model.embed_tokens.weight")
+    assert found == {"model.norm.weight": None}

@@ -1,6 +1,7 @@
 """Tests single decisions of the engine's parts: budgets, pools of windows, pauses of speculation, masks that raise."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from paged_jax.engine.blocks import BlockManager, Counts
 from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.mask import MaskedSample
 from paged_jax.engine.pools import Pools
+from paged_jax.engine.results import equip, take
+from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator, _Guess
 from tests.engine_checks import drain, tokens_of
@@ -125,6 +128,18 @@ def test_a_sequence_gains_no_more_than_its_draft_has():
     assert speculator.draft(both) == {both[0]: [7]}, "3 tokens in 1.25 of the time are more than 2"
 
 
+@pytest.mark.parametrize(("num_tokens", "most"), [(40, 3), (60, 3), (61, 2), (62, 1), (63, 0)])
+def test_a_draft_leaves_a_place_for_the_token_after_it(num_tokens, most):
+    """The sequence may have 64 tokens."""
+    asked = []
+    proposer = SimpleNamespace(propose=lambda rows: asked.extend(rows) or [[] for _ in rows])
+    speculator, one = Speculator(dataclasses.replace(CONFIG, max_draft_tokens=3), proposer), sequence(0, num_tokens)
+    speculator._guesses[one] = _Guess(expected=1.0)
+    assert speculator.draft([one]) == {}
+    assert [row.most for row in asked] == [most]
+    assert speculator._guesses[one].expected == pytest.approx(0.7), "nothing was guessed, so nothing was right"
+
+
 def test_adjusted_sequences_promise_no_drafts():
     engine = make_engine(40, 4, dataclasses.replace(CONFIG, max_draft_tokens=2))
     promised = []
@@ -167,3 +182,22 @@ def test_blocks_that_cannot_be_shared_out_evenly_are_taken_in_order():
     """An engine may use fewer blocks than the pools have, which are split over devices."""
     for num_blocks, free in ((6, [0, 3, 1, 4, 2, 5]), (5, [0, 1, 2, 3, 4])):
         assert BlockManager(num_blocks, 4, 2, 4, 0, True, num_shards=2).state.free_blocks.tolist() == free
+
+
+class Ends:
+    """A tokenizer whose token 9 is a text and the first byte of a character."""
+
+    def decode(self, ids, /):
+        return "".join("END\N{REPLACEMENT CHARACTER}" if i == 9 else "-" for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"), [("END", "", "stop"), ("no", "END\N{REPLACEMENT CHARACTER}", "length")]
+)
+def test_a_stop_text_before_half_a_character_ends_a_text_at_its_last_place(stop, text, reason):
+    """The text was held back because the character might go on."""
+    one = Sequence(0, 0, SamplingParams(stop=(stop,)), [0] * 4, 4, 5, 0)
+    equip(one, Ends(), VOCAB)
+    delta = take(one, 9, Drawn(np.zeros(1, np.int32)), 0)
+    assert (delta.text, delta.finish_reason) == (text, reason)
+    assert delta.stop_reason == (stop if reason == "stop" else None)

@@ -1,5 +1,6 @@
 """Tests the options of examples/generate.py, what it says at the end, and requests and XLA's options in whole."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from examples import generate, loop
+from examples import generate, loop, step
 from examples.command_line import TINY, CommandError
+from examples.families import parse_config
 from examples.sharding import COMMANDS
 from examples.step import xla_options
+from tests.model_folders import reference
 
 DEFAULTS = {
     "model": str(TINY),
@@ -221,6 +224,20 @@ def test_a_request_in_whole():
     assert (plain.token_ids.shape, plain.max_seq_len, plain.is_greedy) == ((128,), 128 + 7, True)
     assert plain.max_output_lens.tolist() == [7]
     assert loop.make_request([[1] * 9], max_new_tokens=7, max_position_embeddings=10).max_new_tokens == 2
+
+
+def test_devices_share_out_the_blocks_of_every_cache_evenly():
+    config = replace(parse_config(reference("gemma3").config), num_shards=3)
+    for asked, counts in ((7, [9] * config.num_layers), ([*range(4, 4 + config.num_layers)], None)):
+        caches = jax.eval_shape(lambda asked=asked: loop.make_caches(config, asked, 4, "float32"))
+        counts = [-(-count // 3) * 3 for count in asked] if counts is None else counts
+        assert [cache.num_blocks for cache in caches] == counts
+
+
+def test_a_step_has_as_many_rows_as_tokens_or_logits():
+    for num_rows, most in ((None, 2), (1, 2), (5, 5)):
+        rows = None if num_rows is None else [0] * num_rows
+        assert step._most_rows(SimpleNamespace(token_ids=[0, 0], logit_rows=rows)) == most
 
 
 def test_keys_that_are_all_zero_have_a_scale():

@@ -64,6 +64,17 @@ def test_what_is_left_out_is_what_transformers_takes(name):
     assert refused == sizes | ({"num_experts_per_tok"} if raw["model_type"] == "deepseek_v2" else set())
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["attention_bias", "mlp_bias", "qkv_bias", "use_bidirectional_attention", "use_mrope", "use_sliding_window"],
+)
+def test_what_a_family_does_not_have_may_be_turned_off(flag):
+    raw = model_folders.reference("phi3").config
+    assert parse_config(raw | {flag: False}) == parse_config(raw)
+    with pytest.raises(CheckpointError, match=f"not supported here: {flag}"):
+        parse_config(raw | {flag: True})
+
+
 def test_a_file_without_a_base(copy):
     oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # without rope_theta it is 10000
     assert load_config(copy("mistral", **oldest)) == load_config(model_folders.folder("mistral"))

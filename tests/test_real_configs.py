@@ -56,5 +56,15 @@ def test_a_ramp_of_yarn_may_end_behind_the_last_pair():
     np.testing.assert_allclose(frequencies, plain * [1, 1, 1, 0.75 + 0.25 / 10])
 
 
+def test_a_ramp_of_yarn_may_begin_before_the_first_pair():
+    """In a context of 16 tokens no pair turns 32 times: the ramp begins at pair 0, which keeps its frequency."""
+    frequencies, factor = YarnScaling(10.0, original_max_position_embeddings=16, attention_factor=1.5).frequencies(
+        100.0, 8, 160
+    )
+    plain = 100.0 ** -np.array([0, 0.25, 0.5, 0.75])
+    np.testing.assert_allclose(frequencies, plain * [1, 0.1, 0.1, 0.1])
+    assert factor == 1.5
+
+
 def test_every_family_has_a_real_config():
     assert {found["config"]["architectures"][0] for found in REAL.values()} == set(READERS)
