@@ -143,4 +143,32 @@ MUTANTS_OF_XLA = [
         "implementation=implementation)",
         "tests/test_compat_rpa.py -k behind_it",
     ),
+    Mutant(
+        "triton: a new token is written to a pool of no blocks",
+        "kernels/triton/decode.py",
+        "if query.size == 0 or key_cache.size == 0:",
+        "if query.size == 0:",
+        "tests/test_triton_compiled.py -k nothing_is_launched",
+    ),
+    Mutant(
+        "triton: a ragged batch of no tokens is launched",
+        "kernels/triton/ragged.py",
+        "if problem.num_tokens == 0:",
+        "if problem.num_seqs == 0:",
+        "tests/test_triton_compiled.py -k nothing_is_launched",
+    ),
+    Mutant(
+        "triton: a latent is written to a cache of no blocks",
+        "kernels/triton/mla.py",
+        "if num_tokens == 0 or latent_cache.size == 0:",
+        "if num_tokens == 0:",
+        "tests/test_triton_compiled.py -k nothing_is_launched",
+    ),
+    Mutant(
+        "triton: a token is written to a pool of no blocks",
+        "kernels/triton/cache_ops.py",
+        "if num_programs == 0 or key_cache.size == 0:",
+        "if num_programs == 0:",
+        "tests/test_triton_compiled.py -k nothing_is_launched",
+    ),
 ]

@@ -147,6 +147,28 @@ def test_programs_are_those_that_are_kept():
     programs.hold("triton", programs.triton())
 
 
+@needs_triton
+def test_nothing_is_launched_for_no_tokens_and_nothing_is_written_to_no_blocks():
+    """CUDA refuses a grid of no programs, and a pool of no blocks has no memory."""
+    from tests import triton_interpreter
+
+    none, one, starts = jnp.zeros(0, jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    tables, pool, query = jnp.zeros((1, 2), jnp.int32), jnp.zeros((3, 2, 8, 16)), jnp.zeros((1, 4, 16))
+    token, latents, scale = jnp.zeros((1, 2, 16)), jnp.zeros((3, 8, 32)), {"value_size": 16, "scale": 0.2}
+    launches = []
+    with triton_interpreter.recorded(launches, Device(90, 2)):
+        paged_jax.ragged_paged_attention(query[:0], pool, pool, tables, one, starts)
+        paged_jax.prefix_attention(query[:0], token[:0], token[:0], pool, pool, tables, one, starts)
+        paged_jax.ragged_mla_attention(jnp.zeros((0, 4, 32)), latents, tables, one, starts, **scale)
+        paged_jax.paged_attention(query[:0], pool, pool, tables[:0], none)
+        paged_jax.write_to_paged_cache(token[:0], token[:0], pool, pool, none)
+        paged_jax.write_to_paged_cache(token, token, pool[:0], pool[:0], one)
+        paged_jax.write_to_latent_cache(jnp.zeros((1, 32)), latents[:0], one)
+        assert not launches
+        paged_jax.write_and_attend(query, token, token, pool[:0], pool[:0], tables, one, one)
+    assert {made.kernel.__name__ for made in launches} == {"decode_kernel"}
+
+
 def test_shared_memory_is_what_cuda_gives_a_program():
     """The CUDA programming guide's maximum for a thread block, in KiB, by compute capability."""
     kib = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
