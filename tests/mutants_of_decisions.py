@@ -151,6 +151,22 @@ MUTANTS_OF_DECISIONS = [
         "tests/test_engine_units.py -k half_a_character",
     ),
     Mutant(
+        "adjust: a minimum of one token is none",
+        "engine/adjust.py",
+        """if params.min_tokens:
+                end""",
+        """if params.min_tokens > 1:
+                end""",
+        "tests/test_engine_units.py -k minimum_of_one",
+    ),
+    Mutant(
+        "blocks: a window's pool never bounds requests",
+        "engine/blocks.py",
+        "if self.most_held is not None and self.num_blocks >= self.most_held:",
+        "if self.most_held is not None:",
+        "tests/test_engine_units.py -k pool_of_a_window",
+    ),
+    Mutant(
         "pools: a swapped sequence is computed again",
         "engine/pools.py",
         "begun = restored or hits.num_blocks * self.block_size",

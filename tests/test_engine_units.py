@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import EngineConfig, SamplingParams, pool_sizes
+from paged_jax.engine.adjust import Adjustments
 from paged_jax.engine.blocks import BlockManager, Counts
 from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.mask import MaskedSample
@@ -201,3 +202,16 @@ def test_a_stop_text_before_half_a_character_ends_a_text_at_its_last_place(stop,
     delta = take(one, 9, Drawn(np.zeros(1, np.int32)), 0)
     assert (delta.text, delta.finish_reason) == (text, reason)
     assert delta.stop_reason == (stop if reason == "stop" else None)
+
+
+def test_a_pool_of_a_window_bounds_requests_only_if_it_is_too_small_for_one():
+    for num_blocks, most_held, room in ((3, 4, 12), (4, 4, None), (9, None, 36)):
+        assert BlockManager(num_blocks, 4, 2, 16, 0, True, sliding_window=5, most_held=most_held).room == room
+
+
+def test_a_minimum_of_one_token_forbids_stop_tokens_at_the_first_place():
+    for least, forbidden in ((0, []), (1, [(5, -np.inf, 4 + 1)]), (3, [(5, -np.inf, 4 + 3)])):
+        params = SamplingParams(min_tokens=least, stop_token_ids=(5,))
+        row = Adjustments.of(Sequence(0, 0, params, [0] * 4, 4, 64, 0), 40)
+        found = zip(row.bias_ids.tolist(), row.biases.tolist(), row.until.tolist(), strict=True)
+        assert [entry for entry in found if entry[0] < 40] == forbidden
