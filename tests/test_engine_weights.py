@@ -118,6 +118,17 @@ def test_requests_begin_again_twice():
         assert sum(delta.is_restarted for delta in mine) == count
 
 
+def test_a_restart_outlasts_an_update_with_which_requests_go_on():
+    engine, params = make_engine(16, 4, SIMULATED), SamplingParams(max_tokens=8)
+    engine.add_request([1, 3, 1], params)
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    engine.update_weights({"salt": 1}, running="restart")
+    engine.update_weights({"salt": 2})
+    deltas += drain(engine)
+    assert Completion.join(deltas).token_ids == expected_tokens([1, 3, 1], params, 0, 33, salts=((0, 2),))
+    assert [delta.is_restarted for delta in deltas].count(True) == 1
+
+
 def test_what_is_told_of_the_prefix_cache_holds_for_the_new_weights():
     """A request that begins again, and finds nothing then, tells no number of cached tokens from before."""
     engine, params, prompt = make_engine(16, 4, SIMULATED), SamplingParams(max_tokens=6), [1, 2, 3, 4, 5, 6]
