@@ -12,7 +12,7 @@ import triton.language as tl
 
 from paged_jax.kernels.problem import Device, Granularity, Pool, Problem
 from paged_jax.kernels.triton import ragged_tuning
-from paged_jax.kernels.triton.device.items import plan_kernel
+from paged_jax.kernels.triton.device.items import plan_kernel, tile_of
 from paged_jax.kernels.triton.device.tiles import convert, vectors
 from paged_jax.kernels.triton.device.write import latents_at
 from paged_jax.kernels.triton.integers import cdiv
@@ -63,10 +63,39 @@ def hold(run):
         items, tiles = run(plan_kernel, (num_programs,), inputs, (items, tiles), kernel)
         split = _check(items, tiles, query_lens, padding, kernel, grid)
         num_split, most_split = num_split + len(split), max(most_split, *np.bincount(split), 0)
+    _hold_tiles(run, kernel)
     assert num_split >= 3, num_split
     assert most_split > 1, "tiles of a sequence that are split"
     for changes, wanted in _SPLITS:
         assert _splits_of(run, changes) == wanted, changes
+
+
+@triton.jit
+def tiles_kernel(query_start_loc, num_tokens, num_seqs, out, cfg: tl.constexpr):
+    index = tl.program_id(0)
+    item = tile_of(index, query_start_loc, num_tokens, num_seqs, cfg)
+    tl.store(out + 4 * index, item.seq)
+    tl.store(out + 4 * index + 1, item.start)
+    tl.store(out + 4 * index + 2, item.query_len)
+    tl.store(out + 4 * index + 3, item.first_query)
+
+
+def _hold_tiles(run, kernel):
+    """Checks that the tiles of batches without a plan have each row once, those of padding too."""
+    queries = kernel.tuning.queries
+    for num_seqs in (1, 127, 128, 129):
+        query_lens = np.random.default_rng(num_seqs).integers(0, 2 * queries, num_seqs)
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        num_tokens = int(starts[-1]) + queries + 1
+        count = num_tokens // queries + num_seqs + 1
+        (tiles,) = run(tiles_kernel, (count,), (starts, num_tokens, num_seqs), (np.zeros((count, 4), np.int32),), kernel)
+        rows = [
+            (start + query, seq)
+            for seq, start, query_len, first in tiles.tolist()
+            for query in range(first, min(first + queries, query_len))
+        ]
+        sequences = np.repeat(np.arange(num_seqs + 1), [*query_lens, num_tokens - starts[-1]])
+        assert sorted(rows) == list(enumerate(sequences.tolist())), num_seqs
 
 
 # How many splits the contexts of three sequences have, and the padding. Other numbers cost time only.
