@@ -68,9 +68,10 @@ def test_copy_blocks_of_many_layers(run):
     def function(key_caches, value_caches, mapping, implementation):
         return paged_jax.copy_blocks(key_caches, value_caches, mapping, implementation=implementation)
 
-    caches = [list(side) for side in zip(*layers, strict=True)]
+    keys, values = zip(*layers, strict=True)
+    caches = [list(keys), values]
     results = run(function, key_caches=caches[0], value_caches=caches[1], mapping=mapping)
-    assert [type(side) for side in results] == [list, list]
+    assert [type(side) for side in results] == [list, tuple]
     for befores, afters in zip(caches, results, strict=True):
         for layer, (before, after) in enumerate(zip(befores, afters, strict=True)):
             assert_same_bytes(after, oracle.copy(before, mapping), f"layer {layer}")

@@ -190,6 +190,21 @@ def test_pages_may_have_a_row_for_each_sequence():
     np.testing.assert_array_equal(out, run(rpa.ragged_paged_attention, *made.arrays, **made.options)[0])
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "dtype", "rows"),
+    [
+        (1, "bfloat16", (1, 2)),
+        (3, "bfloat16", (3, 2)),
+        (1, "float32", (2, 1)),
+        (1, "int8", (1, 4)),
+        (2, "int8", (1, 4)),
+        (3, "float8_e4m3fn", (2, 4)),
+    ],
+)
+def test_rows_of_keys_and_values_are_padded_together(num_kv_heads, dtype, rows):
+    assert rpa.get_kv_cache_shape(4, 16, num_kv_heads, 80, jnp.dtype(dtype)) == (4, 16, *rows, 128)
+
+
 def test_tokens_past_the_table_and_beside_the_batch_are_not_written():
     """The table has room for token 31 of a sequence's new tokens, but not for token 32; the last token is padding."""
     tokens = jnp.ones((3, 1, 128), jnp.bfloat16)

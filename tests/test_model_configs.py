@@ -201,7 +201,9 @@ def test_other_config_fields(copy):
     assert (
         load_config(model_folders.folder("opt_pre_norm")).norm_eps == 1e-5
     )  # torch's default, which config.json does not name
-    assert load_config(copy("mistral", rms_norm_eps=1e-3)).norm_eps == 1e-3
+    config = load_config(copy("mistral", rms_norm_eps=1e-3, num_key_value_heads=None))
+    assert config.norm_eps == 1e-3
+    assert config.num_kv_heads == config.num_heads != 8, "8 is what a mistral has where the field is missing"
     assert not load_config(model_folders.folder("opt_post_norm")).final_norm
     assert not load_config(copy("opt_pre_norm", _remove_final_layer_norm=True)).final_norm
     config = load_config(copy("llama", architectures=..., head_dim=None, num_key_value_heads=None))

@@ -21,11 +21,13 @@ from examples.sharding import (
     MeshError,
     all_reduce_options,
     make_mesh,
+    on_mesh,
     parse_mesh,
     peer_sum,
     sharding_of,
     split_config,
 )
+from paged_jax import PagedKVCache, PagedLatentCache
 from tests.model_folders import reference
 
 SIZES = dict(vocab_size=64, embedding_size=32, hidden_size=32, intermediate_size=48, num_heads=12, num_kv_heads=4)
@@ -211,6 +213,24 @@ def test_what_each_device_has_of_a_model(name):
         by_experts = dataclasses.replace(config, experts=dataclasses.replace(config.experts, split="experts"))
         path = "layers", 1, "mlp", "experts", "down"
         assert sharding_of(path, (4, 8, 8), mesh, by_experts).spec == P("tp")
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (lambda: PagedLatentCache.create(4, 8, 32, dtype="int8", latent_scale=0.5), {3: (2, 8, 32), 0: ()}),
+        (
+            lambda: PagedKVCache.create(4, 8, 2, 16, dtype="int8", k_scale=np.ones(2), v_scale=np.ones(2)),
+            {4: (2, 1, 8, 16), 1: (1,)},
+        ),
+    ],
+    ids=["latents", "keys and values"],
+)
+def test_what_each_device_has_of_a_cache(make, shapes):
+    mesh = make_mesh({"dcp": 2, "tp": 2}, jax.devices("cpu"))
+    (cache,) = on_mesh(lambda: (make(),), mesh)
+    found = [(x.ndim, x.addressable_shards[0].data.shape) for x in jax.tree.leaves(cache)]
+    assert set(found) == set(shapes.items())
 
 
 def test_a_model_without_a_mesh_is_on_the_default_device():

@@ -88,7 +88,9 @@ def _hold_tiles(run, kernel):
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         num_tokens = int(starts[-1]) + queries + 1
         count = num_tokens // queries + num_seqs + 1
-        (tiles,) = run(tiles_kernel, (count,), (starts, num_tokens, num_seqs), (np.zeros((count, 4), np.int32),), kernel)
+        (tiles,) = run(
+            tiles_kernel, (count,), (starts, num_tokens, num_seqs), (np.zeros((count, 4), np.int32),), kernel
+        )
         rows = [
             (start + query, seq)
             for seq, start, query_len, first in tiles.tolist()
