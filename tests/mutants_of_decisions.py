@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in single decisions of the engine."""
+"""The bugs that `tests.mutants` makes on purpose in single decisions of the engine and of the examples."""
 
 from tests.mutants_made import Mutant
 
@@ -172,5 +172,26 @@ MUTANTS_OF_DECISIONS = [
         "begun = restored or hits.num_blocks * self.block_size",
         "begun = hits.num_blocks * self.block_size",
         "tests/test_engine_units.py -k swapped",
+    ),
+    Mutant(
+        "weights: an update with which requests go on forgets a restart",
+        "engine/engine.py",
+        "self._restarted = self._restarted or []",
+        "self._restarted = []",
+        "tests/test_engine_weights.py -k outlasts",
+    ),
+    Mutant(
+        "sharding: every device has all latents",
+        "examples/sharding.py",
+        "{4: POOL, 3: LATENT_POOL, 1: KV_SCALE}",
+        "{4: POOL, 1: KV_SCALE}",
+        "tests/test_sharding.py -k of_a_cache",
+    ),
+    Mutant(
+        "config: key heads that are null are the family's default",
+        "examples/common_fields.py",
+        'kv_heads_default = num_heads if "num_key_value_heads" in fields else num_kv_heads or num_heads',
+        "kv_heads_default = num_kv_heads or num_heads",
+        "tests/test_model_configs.py -k other_config_fields",
     ),
 ]

@@ -290,4 +290,13 @@ MUTANTS_OF_HOPPER = [
         "div(block.num_splits, num_shares)",
         "tests/test_mosaic_gpu_merge.py -k latent",
     ),
+    Mutant(
+        "hopper: latents under a negative scale keep its sign where nothing is masked",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        """    is_masked = (seen.by_all - start < TILE) | (factor.sign < 0)
+""",
+        """    is_masked = seen.by_all - start < TILE
+""",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and decode'",
+    ),
 ]

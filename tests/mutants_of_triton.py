@@ -344,4 +344,29 @@ MUTANTS_OF_TRITON = [
         "row = tl.program_id(0) // cfg.parts",
         "tests/test_triton_compiled.py -k programs",
     ),
+    Mutant(
+        "triton: tiles of 128 sequences count no padding",
+        "kernels/triton/device/items.py",
+        "range(0, num_seqs + 1, 128)",
+        "range(0, num_seqs, 128)",
+        "interpret items",
+    ),
+    Mutant(
+        "triton: a scale of zero gives NaN where tokens are masked",
+        "kernels/triton/device/rows.py",
+        """        factor = tl.abs(factor)
+        factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
+""",
+        """        factor = tl.abs(factor)
+""",
+        "interpret scales-of-any-sign",
+    ),
+    Mutant(
+        "triton: ids of blocks have 32 bits",
+        "kernels/triton/device/tiles.py",
+        """            block = block.to(tl.int64)
+""",
+        "",
+        "tests/test_triton_compiled.py -k programs",
+    ),
 ]

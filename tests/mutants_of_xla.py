@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in the XLA implementation, and in what prepares calls for it."""
+"""The bugs that `tests.mutants` makes on purpose in the XLA implementation, in what prepares calls for it, and in copies."""
 
 from tests.mutants_made import Mutant
 
@@ -170,5 +170,32 @@ MUTANTS_OF_XLA = [
         "if num_programs == 0 or key_cache.size == 0:",
         "if num_programs == 0:",
         "tests/test_triton_compiled.py -k nothing_is_launched",
+    ),
+    Mutant(
+        "states: gradients of the lse of empty rows are NaN",
+        "_states.py",
+        """    base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
+""",
+        """    base = jnp.logaddexp(lse_a, lse_b)
+""",
+        "tests/test_transforms.py -k merging_empty",
+    ),
+    Mutant(
+        "copies: value caches come back in the container of key caches",
+        "cache_ops.py",
+        """    return key_caches, jax.tree.unflatten(jax.tree.structure(value_cache), values)
+""",
+        """    return key_caches, jax.tree.unflatten(jax.tree.structure(key_cache), values)
+""",
+        "tests/test_block_ops.py -k many_layers",
+    ),
+    Mutant(
+        "rpa: keys and values are padded apart",
+        "compat/rpa.py",
+        """    rows = _aligned(2 * actual_num_kv_heads, packing)
+""",
+        """    rows = 2 * _aligned(actual_num_kv_heads, packing)
+""",
+        "tests/test_compat_rpa.py -k rows_of_keys",
     ),
 ]
