@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in XLA's implementation, in what prepares calls for it, and in copies."""
+"""The bugs that `tests.mutants` makes on purpose in the XLA implementation, in operands, and in copies of blocks."""
 
 from tests.mutants_made import Mutant
 

@@ -121,7 +121,7 @@ def _no_gpu_candidate(case, inputs):
     raise peers.Absent("not here")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("bench", [bench_decode, bench_ragged], ids=["decode", "ragged"])
 def test_harness_report_and_plot(bench, tmp_path, capsys):
     def ceiling(work):

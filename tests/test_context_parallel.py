@@ -76,7 +76,7 @@ def assert_same(actual, wanted):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("op", "axis_type"),
     [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)],

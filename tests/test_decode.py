@@ -65,7 +65,7 @@ LIKE_OTHERS = {
 SLOW = LIKE_OTHERS | {"alibi", "nhd-float32", "soft-cap", "sparse", "vllm-e4m3"}  # others have these, and more
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in SLOW, pytest.mark.slow_on_cpu))
 def test_decode(case, run):
     made = inputs.make(case)

@@ -24,7 +24,7 @@ def public():
                 yield pytest.param(value, id=f"{module.__name__}.{name}")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", list(public()))
 def test_example(value):
     (test, *others) = doctest.DocTestFinder(recurse=False).find(value, value.__name__, globs={})

@@ -122,7 +122,7 @@ def call_of(name):
     return function, arrays, jax.tree.map(np.asarray, run(*arrays))
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "flag"),
     [(name, flag) for name in CALLS for flag in FLAGS if flag != "disable_jit" or name in WITHOUT_JIT],

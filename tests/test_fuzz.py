@@ -34,6 +34,7 @@ def test_xla(capsys):
     assert passed(capsys) == 16
 
 
+@pytest.mark.slow_on_cpu
 def test_in_the_interpreter(capsys):
     """GPUs run such programs of Hopper's kernels; each takes eight seconds here."""
     count = 2

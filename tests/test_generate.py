@@ -196,6 +196,7 @@ def test_compiled_once_for_varying_lengths_and_options(tiny, programs):
     assert programs.generate._cache_size() == before == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["generate", "decode"])
 def test_every_pool_is_aliased_and_none_copied(tiny, name):
     """A second copy of a pool would show as bytes that alias nothing, as temporaries, or as an instruction."""

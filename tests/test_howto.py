@@ -12,7 +12,7 @@ SCRIPTS = sorted(path.stem for path in HOWTO.glob("*.py") if path.stem != "__ini
 SLOW = "rollouts_in_one_process", "several_gpus"  # engines that compile many programs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCRIPTS])
 def test_runs(name, capsys):
     importlib.import_module(f"examples.howto.{name}").main()

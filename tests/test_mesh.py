@@ -45,6 +45,7 @@ def run(name, tp, prompts, **options):
 
 # OPT ties its embeddings. llama has biases, and fewer kv heads than there are devices. DeepSeek splits the heads of its
 # latent attention, and has shared experts.
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("name", "tp", "prompts"),
     [

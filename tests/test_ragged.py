@@ -26,7 +26,7 @@ def is_like_others(case):
     return case.name not in kept and (pairs is not None or case.name in LIKE_OTHERS)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", marked(RAGGED_CASES, is_like_others, pytest.mark.gpu))
 def test_ragged_and_prefix(case, run):
     made = inputs.make(case)

@@ -36,7 +36,7 @@ def scales_of(granularity):
     return {name: rng.uniform(0.5, 2.0, shape).astype(np.float32) for name in ("k_scale", "v_scale")}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("cache_dtype", "layout", "granularity"), WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("default_device")
