@@ -1,4 +1,4 @@
-"""The decoder of examples/decoder.py in plain NumPy, of which every product and every norm is written out."""
+"""The decoder of examples/decoder.py in plain NumPy: every product and every norm is written out."""
 
 from typing import Any
 

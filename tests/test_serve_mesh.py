@@ -28,7 +28,7 @@ def test_copies_of_a_split_model_answer_as_one_does(caplog):
 
 
 def ask(running):
-    """The greedy texts that follow some prompts, of which none ends before all have come; then all metrics."""
+    """The greedy texts that follow some prompts, and then all metrics. No text ends before all requests have come."""
 
     def answer(prompt):
         content = GOOD | {"prompt": prompt, "max_tokens": 16, "temperature": 0}

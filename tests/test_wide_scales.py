@@ -9,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax import PagedKVCache, PagedLatentCache, _checks, write_to_latent_cache, write_to_paged_cache
-from tests import inputs, oracle
-from tests.cases import CACHE_DTYPES, LAYOUTS
+from paged_jax import (
+    PagedKVCache,
+    PagedLatentCache,
+    _checks,
+    paged_attention,
+    write_to_latent_cache,
+    write_to_paged_cache,
+)
+from tests import inputs, oracle, plain
+from tests.cases import CACHE_DTYPES, LAYOUTS, Case
 from tests.test_cache_ops import assert_same_bytes
 
 SLOTS = np.array([9, 3, -1], np.int32)
@@ -76,3 +83,20 @@ def test_a_scale_of_numpy_may_change_after_the_call():
     taken = _checks.floating("k_scale", scale)
     scale[:] = 9
     np.testing.assert_array_equal(taken, np.ones(32))
+
+
+def test_a_factor_of_zero(run):
+    hold_a_factor_of_zero(run)
+
+
+def hold_a_factor_of_zero(run):
+    """All logits are 0, also of tokens behind the end, which are masked."""
+    made = inputs.make(Case("zero", 4, 2, 32, 16, "float16", seq_lens=(37, 20, 9), query_lens=None))
+
+    def function(arrays, implementation):
+        return paged_attention(**arrays, scale=0.0, return_lse=True, implementation=implementation)
+
+    out, lse = run(function, arrays=made.decode)
+    exact, rough = oracle.decode(**made.decode, scale=0.0), plain.decode(**made.decode, scale=0.0)
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")

@@ -34,6 +34,7 @@ from tests import (
     test_decode,
     test_mla,
     test_ragged,
+    test_wide_scales,
     test_write_and_attend,
 )
 from tests.cases import DECODE_CASES, Case, Sparse
@@ -353,7 +354,7 @@ def main(names):
                 test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":
                 test_decode.hold_scales_of_any_sign(run)
-                test_decode.hold_a_scale_of_zero(run)
+                test_wide_scales.hold_a_factor_of_zero(run)
                 test_decode.hold_huge_logits_of_partitions(run)
             elif name == "not-a-number":
                 for cache_dtype in test_decode.NOT_NUMBERS:
