@@ -38,7 +38,7 @@ MUTANTS_OF_DECISIONS = [
         "engine/pools.py",
         "manager.needed(num_computed, num_tokens + 1)",
         "manager.needed(num_computed, num_tokens)",
-        "tests/test_engine_units.py -k kept_back",
+        "tests/test_engine_parts.py -k kept_back",
     ),
     Mutant(
         "blocks: what is free is evicted, too",

@@ -106,11 +106,12 @@ def add(scheduler, request_id, num_tokens, n=1):
     return samples[0]
 
 
+@pytest.mark.parametrize("num_tokens", [8, 7])
 @pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])
-def test_blocks_are_kept_back_for_what_runs(num_blocks, is_admitted):
-    """The first sequence has two full blocks; it needs a third one now, and one more is kept for what comes."""
+def test_blocks_are_kept_back_for_what_runs(num_blocks, is_admitted, num_tokens):
+    """The first sequence has two blocks, and needs a third one now or after this step; one more is kept."""
     scheduler = make_scheduler(num_blocks)
-    add(scheduler, 0, 8)
+    add(scheduler, 0, num_tokens)
     scheduler.schedule()
     second = add(scheduler, 1, 8)
     scheduler.schedule()

@@ -19,7 +19,6 @@ from paged_jax.engine.speculation import Speculator, _Guess
 from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import VOCAB, expected_tokens
-from tests.test_engine_parts import add, make_scheduler
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=8)
 PROMPTS = [[(i * i + k) % VOCAB for i in range(9 + 7 * k)] for k in range(3)]
@@ -54,17 +53,6 @@ def test_all_tokens_of_a_sequence_are_looked_up_when_it_begins_again():
     engine.update_weights({"salt": 1})
     drain(engine)
     assert engine.stats().num_looked_up_tokens == 9 + 9 + 6, "the launched step has drawn one more token"
-
-
-@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])
-def test_a_block_is_kept_back_for_the_next_token_of_full_blocks(num_blocks, is_admitted):
-    """In the second step the first sequence fills two blocks: its next token needs a third, and a fourth is kept."""
-    scheduler = make_scheduler(num_blocks)
-    add(scheduler, 0, 7)
-    scheduler.schedule()
-    second = add(scheduler, 1, 8)
-    scheduler.schedule()
-    assert (second in scheduler.running) == is_admitted
 
 
 def test_no_more_cached_blocks_are_evicted_than_are_missing():
