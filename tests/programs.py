@@ -4,7 +4,9 @@
 
 Interpreters show that a kernel's numbers are right for small arrays. They do not show that an offset has 64 bits, that
 a load has a mask which only other sizes need, or in which order a GPU's threads run. So no operation of a kernel, nor
-of what XLA computes for it, may change unnoticed. The kernels are traced, which any machine can do.
+of what XLA computes for it, may change unnoticed. The kernels are traced, which any machine can do. Two things are not
+seen here: what Hopper's inline functions write as MLIR and PTX, which `warpgroup.py` runs, and anything at all where
+JAX or Triton has another version than the table names.
 """
 
 import collections
