@@ -79,7 +79,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
         file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         if interpret := mutant.tests.startswith("interpret "):
-            command = f"{sys.executable} -m tests.triton_interpreter {mutant.tests.removeprefix('interpret ')}"
+            command = f"{sys.executable} -m tests.run_triton {mutant.tests.removeprefix('interpret ')}"
             environment |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
         else:
             command = f"{sys.executable} -m pytest -x -q -m 'slow or not slow' -p no:cacheprovider {mutant.tests}"

@@ -73,7 +73,7 @@ INTERPRETED_TOO = [
 def test_in_the_interpreter(names):
     """It runs in a process of its own, because the interpreter is chosen when triton is imported."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.triton_interpreter", *names],
+        [sys.executable, "-m", "tests.run_triton", *names],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
         capture_output=True,

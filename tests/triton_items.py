@@ -1,4 +1,4 @@
-"""Checks functions of the Triton kernels by themselves: `triton_interpreter` runs `hold`, `hold_offsets` and others.
+"""Checks functions of the Triton kernels by themselves: `run_triton.py` runs `hold`, `hold_offsets` and others.
 
 They check how ragged attention cuts batches into items, the offsets of slots in pools of over 2**31 elements, and the
 conversion of 8 bits.
