@@ -97,7 +97,7 @@ class Model:
     @functools.cached_property
     def parts(self) -> tuple[Any, Callable]:
         """The weights' shapes, and the step."""
-        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers, halves=VARIANTS[self.how] is None)
+        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers)
 
     def options(self, num_seqs: int) -> dict[str, Any]:
         """XLA's options for decode steps."""
@@ -141,8 +141,7 @@ class Model:
             logits, caches = step(weights, caches, batch)
             return greedy(logits), caches
 
-        halves = VARIANTS[self.how] is None
-        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0], mesh=self.mesh, halves=halves)
+        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0])
         call = jax.jit(prefill, donate_argnums=1, out_shardings=at, compiler_options=options)
         return call.lower(weights, state.caches, batch)
 

@@ -6,14 +6,13 @@ of a jitted function with an `nnx.State` of hundreds of arrays takes millisecond
 
     model ──► make_step ──► weights, step            jax.jit(step, donate_argnums=1)(weights, caches, batch)
 
-A batch is `paged_jax.engine.Batch`, or any pytree with its attributes.
+A batch is `paged_jax.engine.Batch`.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -34,13 +33,6 @@ type Caches = tuple[PagedKVCache | PagedLatentCache, ...]
 
 _PEERS = "peers"  # the name among the weights of the table that finds the other GPUs' memory
 _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
-_LEAST_HALVED = 4096  # tokens of a step that may run in halves
-# While one half's sums travel, the other half's products run; and no half waits for the other to travel together.
-_HALVED = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
-    "xla_gpu_dot_merger_threshold_mb": 0,
-}
 
 
 def xla_options(
@@ -49,7 +41,6 @@ def xla_options(
     weights: Any = None,
     mesh: Mesh | None = None,
     peers: "PeerSum | None" = None,
-    halves: bool = False,
 ) -> dict[str, Any]:
     """XLA's options for a step of this many tokens, for `jax.jit(step, compiler_options=...)`.
 
@@ -59,13 +50,9 @@ def xla_options(
     cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md,
     "Steps of 64 to 512 rows"). For cuBLAS, XLA would join matrices that multiply the same input in each step, such as
     q_proj and kv_a_proj of latent attention: that reads and writes them once more.
-
-    `halves` is the argument of `make_step`. XLA overlaps the halves with options that not all backends know.
     """
     by_xla = peers is None or num_tokens > peers.most_rows
     options = all_reduce_options(weights, mesh) if by_xla and num_tokens <= _MOST_DECODES else {}
-    if halves and num_tokens >= _LEAST_HALVED and mesh is not None and mesh.devices.flat[0].platform == "gpu":
-        options |= _HALVED
     if num_tokens < 64:
         return options
     without_trials = num_tokens < 128 or 256 <= num_tokens < 512
@@ -81,7 +68,6 @@ def make_step(
     *,
     implementation: Implementation | None = None,
     peers: "PeerSum | None" = None,
-    halves: bool = False,
 ) -> tuple[Weights, Step]:
     """Separates a decoder into its weights and the function that runs a step with them.
 
@@ -89,8 +75,6 @@ def make_step(
         model: the decoder.
         implementation: the implementation of the paged ops, None for the library's choice.
         peers: adds up the devices' parts of decode steps (`examples.sharding.peer_sum`); None to leave that to XLA.
-        halves: whether several devices run steps of many prompts in two halves, so that the sums of one travel while
-            the other is computed. No row of a batch may then read a slot that a later row writes.
 
     Returns:
         The weights, nested dicts of the model's arrays and the table of `peers`, and `step(weights, caches, batch) ->
@@ -102,9 +86,7 @@ def make_step(
     def step(weights: Weights, caches: Caches, batch: Batch):
         parameters = {name: value for name, value in weights.items() if name != _PEERS}
         model = nnx.merge(graphdef, parameters)  # only while JAX traces: the compiled step has no trace of it
-        if halves and model.config.num_parts > 1 and _can_be_halved(batch):
-            return _run_halves(model, caches, batch, implementation)
-        if getattr(batch, "windows", ()):  # layers with different windows have different tables and slots
+        if batch.windows:  # layers with different windows have different tables and slots
             windows = set(model.config.sliding_windows)
             attend = by_window({window: _attend_to(batch.for_window(window), implementation) for window in windows})
         else:
@@ -118,34 +100,6 @@ def make_step(
     return nnx.to_pure_dict(state) | ({} if peers is None else {_PEERS: peers.table}), step
 
 
-def _can_be_halved(batch: Batch) -> bool:
-    is_large = not batch.is_decode and len(batch.token_ids) >= _LEAST_HALVED
-    return is_large and batch.query_start_loc is not None and not getattr(batch, "windows", ())
-
-
-def _run_halves(model: Decoder, caches: Caches, batch: Batch, implementation: Implementation | None):
-    """Runs a step as two programs in one, over the first half of the tokens and over the others."""
-    num_tokens, middle, found = len(batch.token_ids), len(batch.token_ids) // 2, []
-    starts, wanted = batch.query_start_loc, batch.logit_rows
-    for begin, end in (0, middle), (middle, num_tokens):
-        its_starts = jnp.clip(starts, begin, end)
-        still_to_come = jnp.diff(starts) - jnp.diff(its_starts) if begin == 0 else 0
-        half = dataclasses.replace(
-            batch,
-            token_ids=batch.token_ids[begin:end],
-            positions=batch.positions[begin:end],
-            slot_mapping=batch.slot_mapping[begin:end],
-            seq_lens=batch.seq_lens - still_to_come,
-            query_start_loc=its_starts - begin,
-        )
-        attend = _attend_to(half, implementation)
-        rows = None if wanted is None else jnp.clip(wanted, begin, end - 1) - begin
-        hidden, caches = model(half.token_ids, half.positions, caches, attend, rows)
-        found.append(hidden)
-    hidden = jnp.concatenate(found) if wanted is None else jnp.where((wanted < middle)[:, None], *found)
-    return model.logits(hidden), caches
-
-
 def _most_rows(batch: Batch) -> int:
     return max(len(batch.token_ids), 0 if batch.logit_rows is None else len(batch.logit_rows))
 
@@ -154,8 +108,7 @@ def _attend_to(batch: Batch, implementation: Implementation | None) -> Attend:
     """The attention of a batch's new tokens, for layers that share its tables and slots."""
     tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
     if batch.is_decode:
-        prefixes = getattr(batch, "prefixes", None)
-        return decode_attend(tables, lens, slots, prefixes=prefixes, implementation=implementation)
+        return decode_attend(tables, lens, slots, prefixes=batch.prefixes, implementation=implementation)
     if batch.query_start_loc is None:
         raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
     where = tables, lens, batch.query_start_loc, slots
@@ -170,7 +123,6 @@ def make_abstract_step(
     *,
     implementation: Implementation | None = None,
     peers: "PeerSum | None" = None,
-    halves: bool = False,
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model that has no weights yet.
 
@@ -178,10 +130,10 @@ def make_abstract_step(
         config: the decoder's config.
         dtype: the dtype of the weights.
         implementation: the implementation of the paged ops, None for the library's choice.
-        peers, halves: as for `make_step`.
+        peers: as for `make_step`.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array of the model, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation, peers=peers, halves=halves)
+    return make_step(model, implementation=implementation, peers=peers)
