@@ -1,9 +1,8 @@
 """Times multi-head latent attention beside FlashMLA and FlashAttention 3: `python -m benchmarks.bench_mla`.
 
 Before a case is timed, its result is compared with attention in float32 for a few sequences. A row's share is the least
-time of its work over the row's time. The least time is that of its bytes at the rate of a large read, or that of its
-operations at the rate of a large matrix product, whichever is longer. The peers run in a process of PyTorch's,
-`benchmarks.mla_peers`.
+time of its work over the row's time. The least time is the larger of two: the bytes at the rate of a large read, and
+the operations at the rate of a large matrix product. The peers run in a process of PyTorch's, `benchmarks.mla_peers`.
 """
 
 import argparse

@@ -31,8 +31,8 @@ class State(NamedTuple):
 def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
     """Runs a step with one token of every sequence.
 
-    A row's next token is the likeliest one plus the row's number, so that rows whose likeliest tokens are the same do
-    not go on with the same token, and the same experts.
+    A row's next token is the likeliest one plus the row's number. Otherwise rows with the same likeliest token would
+    continue with the same token, and choose the same experts.
     """
     token_ids, positions, caches = state
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)

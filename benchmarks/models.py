@@ -78,8 +78,8 @@ def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
 
     Embeddings have deviation 4, so that the residual streams of different tokens stay apart. Otherwise the tokens of a
     step would choose the same experts, and it would read fewer of them than a trained model's step does. All numbers
-    are drawn in float32: the mean of those that JAX draws in bfloat16 is 1/100 of their deviation below 0, and dozens
-    of layers make of that the largest part of every token's residual stream.
+    are drawn in float32. In bfloat16, JAX draws numbers whose mean is slightly below 0, by 1/100 of their deviation;
+    over dozens of layers this error grows to the largest part of every token's residual stream.
 
     Args:
         config: the model's sizes.

@@ -1,7 +1,7 @@
 """Shows where the time of steps over several GPUs goes, from the start and end of every kernel on every GPU, by CUPTI.
 
-GPUs have clocks of their own. All GPUs end an all-reduce at almost the same time. So a GPU's times are shifted by the
-median difference between its ends of all-reduces and those of the first GPU.
+Each GPU has a clock of its own, but all GPUs end an all-reduce at almost the same time. So a GPU's times are shifted by
+the median difference between the ends of all-reduces on this GPU and on the first one.
 """
 
 import re
@@ -56,10 +56,10 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
         num_steps: how many steps they are.
 
     Returns:
-        Fields of a row. Of a step, on average over GPUs and steps: microseconds from begin to end, microseconds of its
-        kernels, microseconds without a kernel, and the numbers of kernels, of pauses and of all-reduces. Of an
-        all-reduce: its microseconds, a GPU's wait until the last GPU begins it, the time from then to its end, how much
-        later the last GPU begins it than the first, and the pauses before and after it.
+        Fields of a row; times are microseconds. For a step, on average over GPUs and steps: the time from begin to end,
+        the time of its kernels, the time without a kernel, and the numbers of kernels, of pauses and of all-reduces.
+        For an all-reduce: its time, a GPU's wait until the last GPU begins it, the time from then to its end, the time
+        from the first GPU's begin to the last one's, and the pauses before and after it.
     """
     gpus = [events[len(events) // num_steps :] for events in gpus]  # without the first step
     steps = num_steps - 1

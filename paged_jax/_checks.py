@@ -12,20 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from paged_jax._integers import integer
+from paged_jax._static import flag as flag
+from paged_jax._static import integer
 from paged_jax.shapes import LARGEST_HEAD_SIZE, QUERY_DTYPES
 
 # A soft cap must be a normal number of float32, so that it is not taken for 0. Logits are divided by it, and XLA and
 # GPUs take a quotient below float32's smallest normal number for 0. With caps up to 1e30 that happens only to logits
 # below 2e-8, whose exponentials change by less than float32's precision.
 _SMALLEST_SOFT_CAP, _LARGEST_SOFT_CAP = float(np.finfo(np.float32).tiny), 1e30
-
-
-def flag(name: str, value: Any) -> bool:
-    """Checks that `value` is a static bool."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
-    return bool(value)
 
 
 def typed(name: str, x: Any, dtypes: Sequence[str]) -> Array:

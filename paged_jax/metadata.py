@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 
 
 @jax.tree_util.register_dataclass

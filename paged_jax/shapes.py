@@ -8,7 +8,7 @@ from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, Num
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 from paged_jax.options import Layout
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

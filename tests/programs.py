@@ -3,10 +3,10 @@
     python -m tests.programs > tests/programs.txt
 
 Interpreters show that a kernel's numbers are right for small arrays. They do not show that an offset has 64 bits, that
-a load has a mask which only other sizes need, or in which order a GPU's threads run. So no operation of a kernel, nor
-of what XLA computes for it, may change unnoticed. The kernels are traced, which any machine can do. Two things are not
-seen here: what Hopper's inline functions write as MLIR and PTX, which `warpgroup.py` runs, and anything at all where
-JAX or Triton has another version than the table names.
+a load has a mask which only other sizes need, or in which order a GPU's threads run. So no operation of a kernel, and
+none that XLA computes for it, may change unnoticed. Kernels are traced, which any machine can do. The digest leaves out
+the MLIR and PTX of Hopper's inline functions, which `warpgroup.py` runs. With versions of JAX or Triton that the table
+does not name, nothing is compared.
 """
 
 import collections
@@ -48,8 +48,8 @@ class Traced:
 
     Attributes:
       counts: the number of its operations, by their names.
-      digest: of its results and its effects. Each value counts with the operations that it comes from, and neither
-        names of variables nor the order of operations without effects count.
+      digest: of its results and its effects, each with all operations from which it is computed. Names of variables do
+        not change it, and neither does the order of operations without effects.
     """
 
     def __init__(self, jaxpr: Any):

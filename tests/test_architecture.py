@@ -21,14 +21,14 @@ KERNELS_KNOW = ("paged_jax.options", "paged_jax.shapes", "paged_jax.kernels.in_p
 HOPPER_KERNELS = "paged_jax.kernels.mosaic_gpu"
 # The modules of the package that each module may import; a folder's name stands for all modules in it.
 ALLOWED = {
-    "paged_jax._integers": (),
-    "paged_jax.allocator": ("paged_jax._integers", "paged_jax.allocator"),
-    "paged_jax.metadata": ("paged_jax._integers",),
+    "paged_jax._static": (),
+    "paged_jax.allocator": ("paged_jax._static", "paged_jax.allocator"),
+    "paged_jax.metadata": ("paged_jax._static",),
     "paged_jax.options": (),
-    "paged_jax.shapes": ("paged_jax._integers", "paged_jax.options"),
+    "paged_jax.shapes": ("paged_jax._static", "paged_jax.options"),
     "paged_jax.flat_pool": ("paged_jax.options", "paged_jax.shapes"),
     "paged_jax._operands": ("paged_jax.options", "paged_jax.shapes"),
-    "paged_jax._checks": ("paged_jax._integers", "paged_jax.shapes"),
+    "paged_jax._checks": ("paged_jax._static", "paged_jax.shapes"),
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._validate_latent": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
@@ -59,7 +59,7 @@ ALLOWED = {
         "paged_jax.options",
     ),
     "paged_jax.engine": (
-        "paged_jax._integers",
+        "paged_jax._static",
         "paged_jax.allocator",
         "paged_jax.cache",
         "paged_jax.cache_ops",

@@ -136,7 +136,7 @@ def test_not_decode(most, padding):
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
 @pytest.mark.parametrize("most", [1, 4])
 def test_single_queries_on_a_gpu(case, most):
-    """The decode kernel runs sequences of up to one query. Thin items of the ragged kernel run up to four."""
+    """The decode kernel runs batches of up to one query a sequence, thin items of the ragged kernel up to four."""
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made, max_query_len=most), jax.devices("gpu")[0])
     check(case, made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.ragged_paged_attention)(*operands)))

@@ -9,7 +9,7 @@ import pytest
 
 import paged_jax
 from paged_jax import BlockSparse, _checks, _validate, shapes
-from paged_jax._integers import integer
+from paged_jax._static import integer
 
 
 def decode_arrays(**changes):

@@ -81,7 +81,7 @@ def tiles_kernel(query_start_loc, num_tokens, num_seqs, out, cfg: tl.constexpr):
 
 
 def _hold_tiles(run, kernel):
-    """Checks that the tiles of batches without a plan have each row once, those of padding too."""
+    """Checks that the tiles of batches without a plan have each row once, including rows of padding."""
     queries = kernel.tuning.queries
     for num_seqs in (1, 127, 128, 129):
         query_lens = np.random.default_rng(num_seqs).integers(0, 2 * queries, num_seqs)

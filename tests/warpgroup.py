@@ -26,8 +26,8 @@ from tests.warpgroup_code import GLOBAL, SHARED, THREAD, THREADS, Run
 _ROWS = [THREAD // 32 * 16 + THREAD % 32 // 4 + 8 * h for h in range(2)]  # of each thread, of an array [64]
 _FIRST = {GLOBAL: 1 << 33, SHARED: 1024}  # addresses in global memory need 64 bits
 _SIZE = {GLOBAL: 1 << 22, SHARED: 1 << 19}
-# Who used a word: nobody, a thread (its index), threads of several warps; or threads of one warp, added to its number:
-# several since the last barrier, or any before a barrier of the warp.
+# Who used a word. A number below THREADS is the one thread that did. `_SEVERAL`: threads of several warps. `_UNSYNCED +
+# w`: several threads of warp w. `_SYNCED + w`: threads of warp w, before a barrier of the warp.
 _NOBODY, _SEVERAL, _UNSYNCED, _SYNCED = -1, -2, 200, 300
 
 

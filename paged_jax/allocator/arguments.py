@@ -28,13 +28,6 @@ def namespace(state: Any, *arguments: Values) -> Any:
     return np if is_host and not any(map(_is_traced, arguments)) else jnp
 
 
-def flag(name: str, value: Any) -> bool:
-    """Checks that `value` is a static bool."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
-    return bool(value)
-
-
 def integers(xp: Any, name: str, x: Values, shape: tuple[int, ...] | None) -> Any:
     """Checks that `x` holds integers that fit in int32, and its shape (None: any with one axis); gives it as int32."""
     if (

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from paged_jax.allocator.arguments import Values, flag, integers
+from paged_jax._static import flag
+from paged_jax.allocator.arguments import Values, integers
 from paged_jax.allocator.state import AllocatorState, prepare, writable
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 from paged_jax.allocator.arguments import Values, integers, namespace, on_host
 
 

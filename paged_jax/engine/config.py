@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from typing import Any, Literal
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 
 type Preemption = Literal["cheaper", "recompute", "swap"]
 

@@ -8,7 +8,7 @@ so layers that keep different blocks need different tables.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 from paged_jax.engine.config import EngineConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from paged_jax._integers import integer
+from paged_jax._static import integer
 
 type FinishReason = Literal["stop", "length", "cancelled", "error"]
 type LogitBias = collections.abc.Mapping[int, float] | collections.abc.Iterable[tuple[int, float]]

@@ -94,7 +94,7 @@ class CopyKernel:
 
 
 def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) -> Quantisation:
-    """The quantisation of keys and values of `dtype` for a pool; its scales divide them only if `scaled`."""
+    """The quantisation of keys and values of `dtype` for a pool; without `scaled` its scales do not divide them."""
     narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
     return Quantisation(
         k_scale=pool.k_scale if scaled else Granularity.NONE,

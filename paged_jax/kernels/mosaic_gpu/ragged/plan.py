@@ -166,6 +166,6 @@ def pattern_of_item(item: Item, kind: ItemKind) -> Pattern | None:
 
 
 def num_whole_tiles(item: Item, kind: ItemKind) -> Scalar:
-    """The number of an item's tiles whose tokens all have values."""
+    """The number of an item's tiles in which every token has a key and a value."""
     end = rank_of(item.values_end, pattern_of_item(item, kind), kind.geometry)
     return lax.div(end - item.origin, jnp.int32(kind.tile))

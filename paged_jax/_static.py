@@ -1,4 +1,4 @@
-"""The check that an argument is an integer, which sizes, counts and bounds of every part of the library pass."""
+"""Checks of arguments that must be static, which every part of the library uses: sizes, counts, bounds and flags."""
 
 import operator
 from typing import Any
@@ -22,3 +22,10 @@ def integer(name: str, value: Any) -> int:
         pass  # JAX's message for a traced value does not name the argument
     wanted = "a static int" if isinstance(value, Tracer) else "an int"
     raise TypeError(f"{name} must be {wanted}, got {value!r:.60}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Checks that `value` is a static bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
+    return bool(value)
