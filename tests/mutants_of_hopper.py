@@ -207,6 +207,13 @@ MUTANTS_OF_HOPPER = [
         "tests/test_mosaic_gpu_mla.py -k queues_share",
     ),
     Mutant(
+        "mosaic_gpu mla: rows beyond the bound of queries have a place in the merge",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "(split.seq < geometry.problem.num_seqs) & (split.item < geometry.items_per_seq)",
+        "split.seq < geometry.problem.num_seqs",
+        "tests/test_mosaic_gpu_mla.py -k more_queries",
+    ),
+    Mutant(
         "mosaic_gpu mla: a queue that begins with an item begins in the one before",
         "kernels/mosaic_gpu/mla/plan.py",
         "is_past = after <= first",

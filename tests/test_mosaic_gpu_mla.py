@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 import paged_jax
 from paged_jax import _validate_latent
@@ -17,8 +18,8 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
 from paged_jax.kernels.mosaic_gpu.ragged import softmax as ragged_softmax
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import PerHead
-from tests import mla_interpreter, test_mla
-from tests.latent_cases import HOPPER_CASES
+from tests import mla_interpreter, oracle, plain, test_mla
+from tests.latent_cases import HOPPER_CASES, latent_case, make
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,24 @@ def test_in_the_interpreter(op, case):
     if case is HOPPER_CASES[0]:
         case = dataclasses.replace(case, case=dataclasses.replace(case.case, sinks=False, logits_soft_cap=3.0))
     test_mla.hold_ragged(case, run)
+
+
+def test_more_queries_than_said():
+    """If a sequence has more queries than `max_query_len` says, the other sequences' results are still right."""
+    sizes = {"seq_lens": (200, 300, 70), "query_lens": (3, 17, 2)}
+    case = latent_case("more", 8, 128, 128, 16, "bfloat16", **sizes)
+    made = make(case)
+
+    def ragged(arrays, implementation):
+        flags = made.static | {"return_lse": True, "implementation": implementation, "max_query_len": 8}
+        return paged_jax.ragged_mla_attention(**arrays, **flags)
+
+    results = mla_interpreter.run(ragged, device=Device(90, 6), arrays=made.ragged)
+    exact, rough = (module.latent(**made.ragged, **made.static) for module in (oracle, plain))
+    rows = np.array([0, 1, 2, 20, 21])  # the queries of the first and the last sequence
+    for found, wanted, yardstick, what in zip(results, exact, rough, ("out", "lse"), strict=True):
+        plain.assert_close(found[rows], wanted[rows], yardstick[rows], what)
+    assert not interpret_pallas_call.get_races().races_found
 
 
 def problem_of(num_seqs=8, num_heads=16, latent_size=576, value_size=512, dtype="bfloat16", cache_dtype=None, **sizes):

@@ -116,10 +116,15 @@ class _Program(NamedTuple):
 
 def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
     """Computes the softmax of a split, and the left part of O."""
+    geometry = program.geometry
     pl.when(split.num_rows > 0)(lambda: _weigh_rows(program, split, tiles_before))
-    pl.when(split.closes)(lambda: _store_closing(program, split))
-    if program.geometry.closes_items:
-        pl.when(split.is_whole & (split.seq < program.geometry.problem.num_seqs))(lambda: _store_whole(program, split))
+    if geometry.closes_items:
+        # Rows of padding, and a sequence's rows beyond `max_query_len`, are in items that the merge has no place for.
+        has_place = (split.seq < geometry.problem.num_seqs) & (split.item < geometry.items_per_seq)
+        pl.when(split.closes & has_place)(lambda: _store_closing(program, split))
+        pl.when(split.is_whole & has_place)(lambda: _store_whole(program, split))
+    else:
+        pl.when(split.closes)(lambda: _store_closing(program, split))
     return tiles_before + split.num_tiles
 
 
