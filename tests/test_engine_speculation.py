@@ -234,6 +234,26 @@ def test_a_step_verifies_no_more_than_pays():
     assert engine.stats().num_accepted_tokens > 20, "alone it pays"
 
 
+def test_tables_change_only_where_a_draft_reaches_another_block():
+    """The last block of each row travels with the step itself, so most steps that verify need no program for tables."""
+    engine, reached = make_engine(64, 16, dataclasses.replace(SIMULATED, verify_tokens=(4,)), proposer=Scripted()), []
+    expected = expected_tokens([1, 2], SamplingParams(max_tokens=60), 0, 65)
+    engine._speculator._proposer.guess = lambda tokens, most: expected[len(tokens) - 2 :][:most]
+    launch = engine._runner.launch
+
+    def launched(plan):
+        if plan.has_drafts:
+            ((start, end),) = zip(plan.rows.ends - plan.rows.counts, plan.rows.ends, strict=True)
+            assert len(plan.entries) == ((end - 1) // 16 > start // 16)
+            reached.append(len(plan.entries))
+        return launch(plan)
+
+    engine._runner.launch = launched
+    engine.add_request([1, 2], SamplingParams(max_tokens=60))
+    drain(engine)
+    assert 0 < sum(reached) < len(reached) / 2
+
+
 def test_the_best_guesses_are_drafted_first():
     """A step of 7 tokens has room for five drafted ones beside two rows; the second row's guesses are better."""
     config = dataclasses.replace(SIMULATED, max_num_seqs=2, decode_rows=(2,), verify_tokens=(7,))

@@ -327,8 +327,9 @@ class Scheduler:
         plan.rows = rows = Rows(of_row, order, ends, counts[order], seats.is_drawn[order], by_row)
         starts = ends - rows.counts
         plan.num_prompt_tokens = int(np.maximum(np.minimum(ends, seats.num_prompt[order]) - starts, 0).sum())
-        for row in (rows.counts > 1).nonzero()[0].tolist():
-            plan.entries += self.blocks.entries(int(order[row]), int(starts[row]), int(ends[row]))
+        last_begins = (ends - 1) // self.blocks.block_size * self.blocks.block_size  # of blocks that `row_blocks` names
+        for row in (starts < last_begins).nonzero()[0].tolist():
+            plan.entries += self.blocks.entries(int(order[row]), int(starts[row]), int(last_begins[row]))
         for row in seats.is_scored[order].nonzero()[0].tolist():
             positions = range(starts[row] + 1, min(ends[row] + 1, of_row[row].num_prompt))
             plan.scores += [Score(of_row[row], row, offset, position) for offset, position in enumerate(positions)]
