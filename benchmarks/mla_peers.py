@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks.mla_cases import BLOCK_SIZE, BY_NAME, LATENT_SIZE, SCALE, VALUE_SIZE, Case
 
 _CALLS = 16  # calls in a graph
-PEERS = "flash-mla", "vllm-fa3"
 
 
 def main(names: list[str]) -> None:

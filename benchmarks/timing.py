@@ -55,6 +55,8 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
 SECONDS = 0.1
 """About how long one sample of a time lasts."""
 
+_SAMPLES = 2  # of each time
+
 PAUSE = 0.03
 """Seconds before a call that should have the full clock rate."""
 
@@ -134,16 +136,13 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     return [(str(name), float(ms) * 1e3) for name, ms in kernels]
 
 
-def time_calls(
-    fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = SECONDS, rested: bool = False
-) -> Timing:
+def time_calls(fn: Callable, argsets: Sequence[tuple], *, seconds: float = SECONDS, rested: bool = False) -> Timing:
     """Times `fn(*args)`; calls take `argsets` in turn.
 
     Args:
       fn: a compiled function that launches the same kernels for each of the argsets.
       argsets: sets of arguments, which together do not fit in L2.
-      samples: how many times CUPTI is started.
-      seconds: about how long one sample lasts.
+      seconds: about how long one of two samples lasts; CUPTI is started for each.
       rested: whether to also time calls after pauses.
     """
     jax.block_until_ready(fn(*argsets[0]))
@@ -163,7 +162,7 @@ def time_calls(
         return out
 
     times, parts = [], []
-    for _ in range(samples):
+    for _ in range(_SAMPLES):
         kernels = kernel_times(run)
         if len(kernels) % num_calls:
             times.append(sum(us for _, us in kernels) / num_calls)

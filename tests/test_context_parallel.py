@@ -21,7 +21,6 @@ from tests.engine_checks import NUM_BLOCKS as ENGINE_BLOCKS
 from tests.every_op import OPS, pools_written
 from tests.test_partition import ARRAYS, NUM_BLOCKS, bind, place
 
-KINDS = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 POOLS = "key_cache", "value_cache", "latent_cache"
 SPLIT_OPS = [op for op in OPS if op not in ("paged_attention_v2", "swap_blocks")]
 

@@ -63,8 +63,8 @@ def ragged_paged_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
-    be split alike, and blocks: each device attends to
-    its own blocks, and the devices merge their results (without ALiBi, windows and block-sparse patterns).
+    be split alike, and blocks: each device attends to its own blocks, and the devices merge their results (without
+    ALiBi, windows and block-sparse patterns).
     Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
 
     Example:
@@ -148,8 +148,8 @@ def prefix_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
-    be split alike, and blocks: each device attends to
-    its own blocks, and the devices merge their results (without ALiBi, windows and block-sparse patterns).
+    be split alike, and blocks: each device attends to its own blocks, and the devices merge their results (without
+    ALiBi, windows and block-sparse patterns).
     Source: vLLM's forward_prefix.
 
     Example:

@@ -26,7 +26,7 @@ def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geomet
     if not geometry.tuning.merges:
         _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
         return
-    _store_partial(split.partial, v_scale, state, refs, geometry, tiles)
+    _store_partial(split.partial, v_scale, state, refs, tiles)
     if geometry.tuning.merges_in_cluster:
         plgpu.wait_smem_to_gmem(0)
 
@@ -44,7 +44,7 @@ def store_queued_split(
     lax.cond(
         queued.is_whole,
         lambda: _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles),
-        lambda: _store_partial(split.partial, v_scale, state, refs, geometry, tiles),
+        lambda: _store_partial(split.partial, v_scale, state, refs, tiles),
     )
 
     @pl.when(split.is_first)
@@ -93,7 +93,7 @@ def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
             plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
 
 
-def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
     """Stores a partial result."""
     smem, partials = refs.smem, refs.outputs_gmem.partials
     out, maxima, sums = state
