@@ -103,7 +103,8 @@ def attend(query, keys, values, positions, case, options, causal, exact):
             rows = slice(first, first + step)
             q = query[rows, heads].astype(real)
             logits = _logits(q, k, positions[rows], kv_head, case, options, causal, real)
-            doubtful = not exact and (query.dtype == np.float32 or k.shape[1] > values.shape[2])  # latents exceed values
+            of_latents = k.shape[1] > v.shape[1]
+            doubtful = not exact and (query.dtype == np.float32 or of_latents)
             doubts = _doubts(q, k, case, options) if doubtful else None
             out[rows, heads], lse[rows, heads] = _softmax(logits, v, heads, query.dtype, options, exact, doubts)
     return out, lse
