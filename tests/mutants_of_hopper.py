@@ -47,7 +47,7 @@ MUTANTS_OF_HOPPER = [
     ),
     Mutant(
         "mla: warps that share splits merge the first share twice",
-        "kernels/mosaic_gpu/mla/merge.py",
+        "kernels/mosaic_gpu/mla/ptx/merge.py",
         "number = add(mul(number, shares(geometry)), task.share)",
         "number = mul(number, shares(geometry))",
         "tests/test_mosaic_gpu_merge.py -k latent",
@@ -292,7 +292,7 @@ MUTANTS_OF_HOPPER = [
     ),
     Mutant(
         "mosaic_gpu: warps that share splits of latents lose the last one",
-        "kernels/mosaic_gpu/mla/merge.py",
+        "kernels/mosaic_gpu/mla/ptx/merge.py",
         "div(add(block.num_splits, i32(num_shares - 1)), num_shares)",
         "div(block.num_splits, num_shares)",
         "tests/test_mosaic_gpu_merge.py -k latent",

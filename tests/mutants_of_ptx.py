@@ -126,7 +126,7 @@ MUTANTS_OF_PTX = [
     ),
     Mutant(
         "ptx: a warp's share overwrites sums that other warps have not read",
-        "kernels/mosaic_gpu/mla/merge.py",
+        "kernels/mosaic_gpu/mla/ptx/merge.py",
         "    mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part\n",
         "",
         "tests/test_mosaic_gpu_merge.py -k latent",
@@ -140,7 +140,7 @@ MUTANTS_OF_PTX = [
     ),
     Mutant(
         "guards: lse is copied before all threads have written it",
-        "kernels/mosaic_gpu/mla/rows.py",
+        "kernels/mosaic_gpu/mla/ptx/rows.py",
         "    plgpu.commit_smem()  # all threads have written their lse\n",
         "",
         "tests/test_mosaic_gpu_guards.py",

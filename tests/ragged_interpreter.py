@@ -40,13 +40,12 @@ def interpreting(detect_races=True):
         yield
 
 
-def substitutes():
-    """Patches that replace the functions of `ragged/ptx/` for which `tests/interpreted_ptx/` has a substitute."""
-    for file in pkgutil.iter_modules(interpreted_ptx.__path__):
-        ours = importlib.import_module(f"{interpreted_ptx.__name__}.{file.name}")
-        names = [name for name, _ in inspect.getmembers(ours, inspect.isfunction) if not name.startswith("_")]
-        own = {name: getattr(ours, name) for name in names if getattr(ours, name).__module__ == ours.__name__}
-        yield mock.patch.multiple(f"{ptx.__name__}.{file.name}", **own)
+def substitutes(ptx, interpreted):
+    """Patches that replace a kernel's functions in its folder `ptx/` by those of the same names in `interpreted`."""
+    for file in pkgutil.iter_modules(interpreted.__path__):
+        real, ours = (importlib.import_module(f"{folder.__name__}.{file.name}") for folder in (ptx, interpreted))
+        functions = {name: x for name, x in inspect.getmembers(ours, inspect.isfunction) if name in vars(real)}
+        yield mock.patch.multiple(real, **{n: x for n, x in functions.items() if x.__module__.startswith("tests.")})
 
 
 def call(op, operands, device=SMALL_GPU, **tuning):
@@ -58,7 +57,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
     patches = (
         mock.patch.object(problem, "device", return_value=device),
         mock.patch.object(choose, "tune", tune),
-        *substitutes(),
+        *substitutes(ptx, interpreted_ptx),
         interpreting(),
     )
     try:

@@ -183,8 +183,8 @@ def test_items_that_are_not_there_are_not_merged(query_lens, queues, monkeypatch
     if queues == 4:
         closings[[0, 2], 0, 1] = 0  # no split of these queues closes an item
     merged, axes = [], {"part": jnp.int32(0)}
-    arrays, tree = jax.tree.flatten((lengths, mla_merge.MergeRefs(jnp.asarray(closings), None, None, None, None)))
-    monkeypatch.setattr(mla_merge, "merge_parts", lambda *_: merged.append(int(axes["closing"])))
+    arrays, tree = jax.tree.flatten((lengths, mla_merge.ptx.MergeRefs(jnp.asarray(closings), None, None, None, None)))
+    monkeypatch.setattr(mla_merge.ptx, "merge_parts", lambda *_: merged.append(int(axes["closing"])))
     monkeypatch.setattr(jax.lax, "axis_index", lambda name: axes[name])
     for i in range(geometry.closings):
         axes["closing"] = jnp.int32(i)

@@ -8,9 +8,9 @@ import pytest
 
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Partials
 from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
-from paged_jax.kernels.mosaic_gpu.mla import merge as mla_merge
 from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.mla.ptx import merge as mla_merge
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ragged_merge
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import PerHead

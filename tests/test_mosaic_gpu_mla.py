@@ -1,6 +1,7 @@
 """Tests the MLA kernel of Mosaic GPU without a GPU: in Pallas's interpreter, its choices, and what it refuses."""
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import jax
@@ -12,13 +13,15 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate_latent
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
-from paged_jax.kernels.mosaic_gpu.mla import choose, plan, softmax, warps
+from paged_jax.kernels.mosaic_gpu.mla import choose, plan, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
 from paged_jax.kernels.mosaic_gpu.ragged import softmax as ragged_softmax
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import PerHead
 from tests import mla_interpreter, oracle, plain, test_mla
+from tests.interpreted_mla import warps as interpreted_warps
 from tests.latent_cases import HOPPER_CASES, latent_case, make
 
 
@@ -157,7 +160,7 @@ def test_the_largest_weights_fit_into_float16():
 @pytest.mark.parametrize(("num_seqs", "queues"), [(9, 1), (9, 3), (150, 7), (9, 50)])
 def test_queues_share_all_tiles_of_all_items(num_seqs, queues, monkeypatch):
     """Each tile of each item is in one queue. The last split of a cut item finds the partial results of the others."""
-    for name, function in mla_interpreter.WARPS.items():
+    for name, function in inspect.getmembers(interpreted_warps, inspect.isfunction):
         monkeypatch.setattr(warps, name, function)
     rng = np.random.default_rng(queues)
     seq_lens, most = rng.integers(0, 2000, num_seqs), 1500

@@ -10,8 +10,8 @@ from jax._src.lib.mlir.dialects import arith
 
 from paged_jax import BlockSparse
 from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
-from paged_jax.kernels.mosaic_gpu.mla import rows as mla_rows
-from paged_jax.kernels.mosaic_gpu.mla import warps
+from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
+from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, rows, scan, tiles
 from tests.inputs import dtype_of

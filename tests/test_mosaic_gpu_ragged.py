@@ -17,6 +17,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
+from paged_jax.kernels.mosaic_gpu.mla import ptx as mla_ptx
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose, items, ptx
 from paged_jax.kernels.mosaic_gpu.ragged import wide as ragged_wide
@@ -24,7 +25,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.count import count_before_kernel, total
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
-from tests import inputs, interpreted_ptx, oracle, plain
+from tests import inputs, interpreted_mla, interpreted_ptx, oracle, plain
 from tests.cases import Case
 from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
@@ -88,10 +89,13 @@ def some(cases, slow, without=()):
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in kept]
 
 
-def test_interpreter_replaces_what_is_in_ptx():
+@pytest.mark.parametrize(
+    ("ptx", "interpreted"), [(ptx, interpreted_ptx), (mla_ptx, interpreted_mla)], ids=["ragged", "mla"]
+)
+def test_interpreter_replaces_what_is_in_ptx(ptx, interpreted):
     """Each function in `ptx/` with PTX or MLIR has a substitute with the same parameters."""
     for file in pkgutil.iter_modules(ptx.__path__):
-        real, substitute = (importlib.import_module(f"{x.__name__}.{file.name}") for x in (ptx, interpreted_ptx))
+        real, substitute = (importlib.import_module(f"{x.__name__}.{file.name}") for x in (ptx, interpreted))
         for name, function in inspect.getmembers(real, inspect.isfunction):
             if function.__module__ == real.__name__ and "@inline(" in inspect.getsource(function):
                 signatures = [inspect.signature(function), inspect.signature(getattr(substitute, name))]

@@ -11,7 +11,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths
 from paged_jax.kernels.mosaic_gpu.mla import choose
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.kernel import attend
-from paged_jax.kernels.mosaic_gpu.mla.merge import MergeRefs, merge
+from paged_jax.kernels.mosaic_gpu.mla.merge import merge
+from paged_jax.kernels.mosaic_gpu.mla.ptx.merge import MergeRefs
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import AttentionOptions

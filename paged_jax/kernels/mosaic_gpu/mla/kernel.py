@@ -35,13 +35,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
+from paged_jax.kernels.mosaic_gpu.mla.ptx import lanes, products
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Ref, Refs, Scratch, outputs, scratch
 
 _WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
@@ -140,7 +140,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
     def tile_of(i):
         parts_smem, ready = ([x.at[stage_of(i)] for x in xs] for xs in (smem.tiles, smem.tile_ready))
-        return softmax.Tile(geometry.tile_parts, parts_smem, ready)
+        return products.Tile(geometry.tile_parts, parts_smem, ready)
 
     def values_of(i):
         return _values(smem, stage_of(i), geometry, _WEIGHS)
@@ -148,11 +148,11 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     def releasing(i):
         return functools.partial(_release, smem, stage_of(i), geometry, _WEIGHS)
 
-    def weigh(i, products, maxima, sums):
+    def weigh(i, scores, maxima, sums):
         for consumed in smem.tile_consumed[: geometry.parts_behind]:  # S has been computed, and nothing else reads them
             plgpu.barrier_arrive(consumed.at[stage_of(i)])
         start = (split.tile + i) * TILE
-        logits, maxima, keep = softmax.raise_maxima(products, maxima, start, seen, factor, geometry)
+        logits, maxima, keep = softmax.raise_maxima(scores, maxima, start, seen, factor, geometry)
         exponentials = softmax.weigh(logits, maxima, factor, geometry)
         weights = exponentials.astype(geometry.problem.query_dtype)
         own_sums = lanes.sums(exponentials)
@@ -173,20 +173,20 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         # query in registers through the loop.
         hidden = pl.multiple_of(lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
         query_smem = smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
-        out, (weights, keep, maxima, sums) = softmax.score_and_accumulate(
+        out, (weights, keep, maxima, sums) = products.score_and_accumulate(
             state.out, smem.weights, values_of(i), releasing(i), query_smem, tile_of(i + 1),
-            lambda products: weigh(i + 1, products, state.maxima, state.sums),
+            lambda scores: weigh(i + 1, scores, state.maxima, state.sums),
         )  # fmt: skip
         hand_over(i + 1, weights, keep)
         return softmax.State(softmax.rescaled(out, keep), maxima, sums)
 
     def attend():
         first, begin, last = softmax.empty(parts), jnp.int32(0), split.num_tiles - 1
-        products = softmax.scores(smem.query, tile_of(begin))
-        weights, keep, maxima, sums = weigh(begin, products, first.maxima, first.sums)
+        scores = products.scores(smem.query, tile_of(begin))
+        weights, keep, maxima, sums = weigh(begin, scores, first.maxima, first.sums)
         hand_over(begin, weights, keep)
         state = lax.fori_loop(0, last, go_on, softmax.State(first.out, maxima, sums))
-        return state._replace(out=softmax.accumulate(state.out, smem.weights, values_of(last), releasing(last)))
+        return state._replace(out=products.accumulate(state.out, smem.weights, values_of(last), releasing(last)))
 
     state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
     state = state._replace(maxima=softmax.scaled(state.maxima, factor))
@@ -238,7 +238,7 @@ def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         for ready in smem.tile_ready[_rings(geometry, _SUMS)]:
             plgpu.barrier_wait(ready.at[stage])
         out, release = softmax.rescaled(out, factors()), functools.partial(_release, smem, stage, geometry, _SUMS)
-        out = softmax.accumulate(out, smem.weights, _values(smem, stage, geometry, _SUMS), release)
+        out = products.accumulate(out, smem.weights, _values(smem, stage, geometry, _SUMS), release)
         plgpu.barrier_arrive(smem.weights_consumed)
         return out
 

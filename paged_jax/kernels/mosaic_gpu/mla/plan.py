@@ -22,8 +22,8 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
-from paged_jax.kernels.mosaic_gpu.mla import warps
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
+from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 
 _IN_FLIGHT = 4  # sequences whose lengths a lane loads before it waits for them
 _LEAST_TILES = 4  # the least tiles of a queue; otherwise a small batch would be cut too fine

@@ -10,9 +10,9 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout
-from paged_jax.kernels.mosaic_gpu.mla import rows
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
+from paged_jax.kernels.mosaic_gpu.mla.ptx import rows
 from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 
 

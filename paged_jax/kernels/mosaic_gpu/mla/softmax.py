@@ -5,7 +5,7 @@ P                = exp(S - maxima)
 O [64, part]    += P [64, tile]        x latents [tile, part]        each warpgroup has its own parts of the value
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -13,17 +13,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
-from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, layout
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
+from paged_jax.kernels.mosaic_gpu.mla.ptx import lanes
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
 _MOST_LAG = 6.0  # exp(largest logit - maximum) may reach 2 to this power; float16 holds 2 ** (8 + 6)
@@ -39,14 +38,6 @@ class State(NamedTuple):
     out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
     maxima: Array  # [64], maxima of logits over their factor; they may lag by `_MOST_LAG` over the factor
     sums: Array  # [64], sums of exponentials; until `finished`, each lane sums its own columns only
-
-
-class Tile(NamedTuple):
-    """A tile of latents: its parts, and the barriers on which they arrive."""
-
-    parts: Sequence[Slice]
-    smem: Sequence[Ref]
-    ready: Sequence[Ref]
 
 
 class Seen(NamedTuple):
@@ -93,71 +84,6 @@ def seen_by_rows(split: Split, geometry: Geometry) -> Seen:
     of_rows = lax.min(div(row, geometry.heads) + (split.context_len + 1), jnp.broadcast_to(split.limit, row.shape))
     by_all = lax.min(div(split.first_row, geometry.heads) + (split.context_len + 1), split.limit)
     return Seen(by_all, of_rows)
-
-
-def scores(query_smem: Ref, tile: Tile) -> Array:
-    """S, the products of the query with a tile's latents."""
-
-    def multiply(acc):
-        _score(acc, query_smem, tile)
-        return acc[...]
-
-    return pl.run_scoped(multiply, accumulator((WGMMA_ROWS, TILE)))
-
-
-def _score(acc: Ref, query_smem: Ref, tile: Tile) -> None:
-    """Starts S, in the order in which the parts of a tile arrive."""
-    for part, part_smem, ready in zip(*tile, strict=True):
-        plgpu.barrier_wait(ready)
-        plgpu.wgmma(acc, query_smem.at[:, pl.ds(*part)], part_smem.T)
-
-
-def accumulate(
-    out: list[Array], weights_smem: Ref, values_smem: Sequence[Ref], release: Callable[[int], None]
-) -> list[Array]:
-    """O + P V for some parts of O. `release(i)` runs when part i of V has been read."""
-
-    def multiply(accs):
-        _start(accs, out, weights_smem, values_smem)
-        return _sums(accs, release)
-
-    return pl.run_scoped(multiply, [accumulator(x.shape) for x in out])
-
-
-def score_and_accumulate(
-    out: list[Array],
-    weights_smem: Ref,
-    values_smem: Sequence[Ref],
-    release: Callable[[int], None],
-    query_smem: Ref,
-    next_tile: Tile,
-    then: Callable[[Array], Any],
-) -> tuple[list[Array], Any]:
-    """S of the next tile, and `accumulate` of this one behind it. `then(S)` runs under the latter."""
-
-    def multiply(accs, scores_acc):
-        _score(scores_acc, query_smem, next_tile)
-        _start(accs, out, weights_smem, values_smem)
-        result = then(plgpu.wgmma_accumulator_load(scores_acc, wait_n=len(accs)))
-        return _sums(accs, release), result
-
-    return pl.run_scoped(multiply, [accumulator(x.shape) for x in out], accumulator((WGMMA_ROWS, TILE)))
-
-
-def _start(accs: Sequence[Ref], out: list[Array], weights_smem: Ref, values_smem: Sequence[Ref]) -> None:
-    """Starts O + P V."""
-    for acc, x, part_smem in zip(accs, out, values_smem, strict=True):
-        acc[...] = x
-        plgpu.wgmma(acc, weights_smem, part_smem)
-
-
-def _sums(accs: Sequence[Ref], release: Callable[[int], None]) -> list[Array]:
-    """Waits for O + P V, one part after the other."""
-    sums = []
-    for i, acc in enumerate(accs):
-        sums.append(plgpu.wgmma_accumulator_load(acc, wait_n=len(accs) - 1 - i))
-        release(i)
-    return sums
 
 
 def rescaled(out: list[Array], factors: Array) -> list[Array]:
