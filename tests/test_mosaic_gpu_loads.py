@@ -294,7 +294,7 @@ def _loaded(item, kind, caches, table):
     (5, 129, 0), (5, 129, 1),
 ])  # fmt: skip
 def test_which_program_sees_and_writes_a_new_token(slot, seq_len, number):
-    """Of two splits of 64 tokens, within 128. A token that no program sees is written by the first split."""
+    """Two splits have 64 tokens each, and contexts up to 128. The first split writes a token that no program sees."""
     made = geometry_of(cache_dtype="float16", head_size=64, tile=64, splits=2, merge=Merge.KERNEL)
     split = decode_plan.split_of(jnp.array([seq_len]), jnp.int32(0), jnp.int32(number), made)
     inputs = SimpleNamespace(slot_mapping=jnp.array([slot], jnp.int32))

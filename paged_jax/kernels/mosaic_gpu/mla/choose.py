@@ -25,7 +25,7 @@ def tune(problem: Problem, gpu: Device) -> Tuning:
     most, items = max(1, gpu.num_multiprocessors // width), max(1, problem.num_seqs * pl.cdiv(row_blocks, width))
     # If lengths are alike, queues of these numbers cut no item, or cut all items alike.
     fitting = [n for n in range(most, int(_LEAST_QUEUES * most), -1) if items % n == 0 or n % items == 0]
-    # A half balances both warpgroups, but a quarter is released earlier, and counts if copies bound the kernel.
+    # A half balances both warpgroups. But a quarter is released earlier, which pays if copies bound the kernel.
     left = problem.head_size // (2 if width == _MOST_WIDTH else 4)
     left = max(_SWIZZLED, left // _SWIZZLED * _SWIZZLED)
     return Tuning(queues=fitting[0] if fitting else most, width=width, left=left)

@@ -37,7 +37,7 @@ class _Totals(NamedTuple):
 
     @classmethod
     def of(cls, costs: list) -> "_Totals":
-        """Makes totals from one cost for each of `Geometry.kinds_there`."""
+        """Makes totals of the costs of `Geometry.kinds_there`."""
         *wide, thin = costs
         return cls(wide[0] if wide else jnp.float32(0), thin)
 
