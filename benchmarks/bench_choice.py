@@ -5,7 +5,7 @@
     python -m benchmarks.bench_choice --op models
 
 Nobody tuned for these cases. A seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches like those of engines (`cases.random_ragged`). "models" are not drawn: they are real
+(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are not drawn, but real
 models' decode shapes that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is also timed with
 other sizes of its query tiles. A case's regret is the chosen implementation's time over the fastest one's, minus 1
 (`benchmarks.report`).

@@ -7,7 +7,7 @@ matrices of the chosen experts once. Contenders:
     tiles     the same with our kernel for all numbers of pairs
     jax       the same without our kernel: gathered matrices and sums by XLA, or JAX's `ragged_dot_mgpu`
 
-Times are those of all kernels of a call by CUPTI, and ("looped") wall clock of calls one after the other in a program.
+Times are sums of a call's kernels by CUPTI, and ("looped") wall clock of calls one after the other in a program.
 """
 
 import argparse

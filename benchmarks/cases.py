@@ -207,7 +207,7 @@ _BATCHES = 5  # batches of each engine
 
 
 def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws batches that nobody tuned for, composed like those of engines: five batches of each engine.
+    """Draws batches that nobody tuned for, composed as by engines: five batches of each engine.
 
     An engine has a model's heads (in two of three engines 32 query heads and 8 kv heads of 128), caches (one engine of
     four has float8_e4m3fn), a token budget of 512 to 8192, and room for 16 to 256 sequences of up to 65536 tokens. It

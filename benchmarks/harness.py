@@ -4,7 +4,7 @@ A contender is one of our implementations or a peer. If it cannot do a case, or 
 reason in place of a time. The harness writes the whole file after each row, so a run that is cut short keeps its rows.
 
 `row_of` defines a row's share: the least time of the work by the ceiling, over the row's time. In decode, the least
-time is that of a kernel that merely reads the same number of bytes.
+time is measured: a kernel merely reads the same number of bytes.
 """
 
 import argparse

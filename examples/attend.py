@@ -1,7 +1,7 @@
 """The `attend` callables, which connect a decoder to the cache of its keys and values.
 
 A decoder (decoder.py) calls `attend(query, key, value, cache, **options) -> (out, cache)` once in each layer, and
-does nothing else with caches; the options are those of the library's attention ops. Each function here returns such a
+does nothing else with caches; the options are as in the library's attention ops. Each function here returns such a
 callable for one step:
 
     prefill_attend   writes the new tokens to the paged cache, then attends with ragged rows of any length

@@ -1,6 +1,6 @@
 """The products of experts with few rows each, in one kernel (Pallas Mosaic GPU, Hopper).
 
-The time of such products is that of reading the experts' matrices, so the matrices are wgmma's left operand, whose 64
+Such products take as long as reading the experts' matrices, so the matrices are wgmma's left operand, whose 64
 rows they fill, and the tokens its right one, which may be 8 columns narrow. Tokens lie in tiles of one expert's.
 
     tile of tokens [size, in] ──────────────────────────────┐

@@ -147,7 +147,7 @@ def check_metadata(
 ) -> None:
     """Checks on the host the values that attention and cache writes rely on without checking them.
 
-    Table entries past a row's last block are not checked, because no op reads them; nor are those of blocks that lie
+    Table entries past a row's last block are not checked, because no op reads them; nor are entries of blocks that lie
     wholly before the sliding window of the row's first query, for ops with this window. The tables of
     `prefix_attention` may hold the blocks of the contexts alone: check these with `context_lens` in place of
     `seq_lens`, and without `query_start_loc`.

@@ -106,7 +106,7 @@ class QueryOptions(TypedDict, total=False):
 
 
 class Options(QueryOptions, total=False):
-    """The keywords that every attention op takes: those of `QueryOptions`, and these about the cache.
+    """The keywords that every attention op takes: `QueryOptions`, and these about the cache.
 
     Attributes:
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; factors of what the caches

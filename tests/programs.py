@@ -133,7 +133,7 @@ def _of_one_pool(cache_dtype: str, queries: int) -> tuple[Any, dict[str, Any]]:
 
 
 _SINKS, _LOGITS = jnp.ones(8, jnp.float32), dict[str, Any](sliding_window=100, logits_soft_cap=5.0)
-# Calls whose guards are those of others, but not their numbers.
+# Calls that have the same guards as others, but other numbers.
 _MORE = {
     "decode, every option": guards._call("paged_attention_v1", sinks=_SINKS, alibi_slopes=_SINKS, **_LOGITS),
     "decode of scales for each head": guards._call("paged_attention_v1", k_scale=jnp.ones(2), v_scale=jnp.ones(2)),
@@ -231,7 +231,7 @@ def triton() -> Iterator[str]:
 
 
 def hold(name: str, made: Iterable[str]) -> None:
-    """Compares lines with those of the table behind a library's version, where that is the version in use."""
+    """Compares lines with the lines that the table has for a library's version, if that is the version in use."""
     kept = KEPT.read_text(encoding="utf-8").splitlines()
     begins = [i for i, line in enumerate(kept) if line.startswith(("jax ", "triton "))]
     begin = next(i for i in begins if kept[i].startswith(name))
@@ -242,7 +242,7 @@ def hold(name: str, made: Iterable[str]) -> None:
 
 
 def table() -> str:
-    """The table's lines: those of Hopper's kernels behind JAX's version, and those of Triton's behind Triton's."""
+    """The table's lines: Hopper's kernels behind JAX's version, and Triton's kernels behind Triton's."""
     of_jax, of_triton = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "triton"))
     return "\n".join([of_jax, *hopper(), of_triton, *triton()]) + "\n"
 

@@ -41,7 +41,7 @@ def interpreting(detect_races=True):
 
 
 def substitutes(ptx, interpreted):
-    """Patches that replace a kernel's functions in its folder `ptx/` by those of the same names in `interpreted`."""
+    """Patches that replace functions in a kernel's folder `ptx/` by functions of the same names in `interpreted`."""
     for file in pkgutil.iter_modules(interpreted.__path__):
         real, ours = (importlib.import_module(f"{folder.__name__}.{file.name}") for folder in (ptx, interpreted))
         functions = {name: x for name, x in inspect.getmembers(ours, inspect.isfunction) if name in vars(real)}

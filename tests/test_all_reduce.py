@@ -118,7 +118,7 @@ def make_batch():
 
 
 def step_of(mesh, peers, logit_rows=None, times=None):
-    """The logits of a decode step, and the compiled step; or those of the last of `times` equal steps in a loop."""
+    """The logits of a decode step, or of the last of `times` equal steps in a loop; and the compiled program."""
     config, draw = split_config(CONFIG, mesh), np.random.default_rng(0)
     shapes, step = make_abstract_step(config, jnp.bfloat16, peers=peers)
 

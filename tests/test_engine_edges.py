@@ -52,7 +52,7 @@ def generated(engine, params=PARAMS):
 
 
 def test_replicas_give_seeds_as_an_engine_does():
-    """Requests without one get fresh seeds after each reset, or those of the seed of all."""
+    """Requests without a seed get fresh seeds after each reset, or seeds that follow from the seed of all."""
     fresh = replicas_of()
     first = generated(fresh)
     fresh.reset()

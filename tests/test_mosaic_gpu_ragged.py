@@ -110,7 +110,7 @@ def test_in_the_interpreter(case):
 
 
 # One sequence has split items of both kinds: wide items have 16 of its queries, and thin ones have two. The first tile
-# is whole in the window of the first query, and not in those of the next ones.
+# is whole in the window of the first query, and not in the windows of the next ones.
 BOTH = small(
     "both", 8, 1, 64, 16, "bfloat16", seq_lens=(536,), query_lens=(18,), padding=0, sinks=True, sliding_window=391
 )

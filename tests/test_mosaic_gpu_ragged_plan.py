@@ -182,7 +182,7 @@ def test_items_cover_each_row_and_token_once(shape):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [None, 150])
 def test_tiles_cover_cached_and_new_tokens_once(window):
-    """Splits begin anywhere among both. Tiles of new tokens come from other arrays than those of the cache."""
+    """Splits begin anywhere among both. Tiles of new tokens come from their own arrays, not from the cache."""
     query_lens, seq_lens = (300, 9), (420, 500)
     geometry, counts, lengths = planned(
         query_lens, seq_lens, 8, 2, 64, window, prefix=True, num_programs=32, tile=64, thin_tile=64, least_split=2

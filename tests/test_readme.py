@@ -242,7 +242,7 @@ def test_times_beside_fa3_are_what_the_file_says():
 
 @pytest.mark.parametrize("gpu", ["H200", "H100"])
 def test_times_of_latent_attention_are_in_the_files(gpu):
-    """A file has several variants of the kernel, so a time must be that of one of them."""
+    """A file has several variants of the kernel, so a time must belong to one of them."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
     times = set()
     for file in set(re.findall(rf"results/([\w-]+-{gpu.lower()}-mla[\w-]*\.json)", text)):

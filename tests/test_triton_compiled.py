@@ -80,7 +80,7 @@ COMPILED += [
 
 
 def parameters(cases, by_default):
-    """The cases as parameters; others than those of `by_default` are slow, or left out where Hopper's GPUs run them."""
+    """The cases as parameters. Cases outside `by_default` are slow, or left out where Hopper's GPUs run them."""
     kept = [case for case in cases if case[0] != 90 or case in by_default or case in ON_HOPPER_TOO]
     return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in by_default)) for case in kept]
 

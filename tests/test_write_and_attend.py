@@ -48,7 +48,7 @@ LARGE_GROUP = Case("large-group", 142, 2, 24, 1, "float16", "bfloat16", "nhd", (
 UNFILLED = Case("unfilled-heads", 4, 2, 48, 8, "bfloat16", "int8", "vllm", (9, 0, 17), None, k_scale="slot",
                 v_scale="slot")  # fmt: skip
 SLOT_SCALES = Case("slot-scales-on-a-wide-cache", 2, 1, 64, 16, "bfloat16", k_scale="slot", v_scale="slot")
-# GPUs alone run these, whose options are those of others in other combinations.
+# GPUs alone run these cases, which combine the options of others in another way.
 ON_GPUS = {
     *("hnd-bfloat16", "hnd-e4m3", "nhd-float32", "nhd-int8", "vllm-float16", "vllm-bfloat16", "llama-3-8b", "long"),
     *("huge-logits", "query-bfloat16-cache-float32", "query-float16-cache-bfloat16", "soft-cap", "unfilled-heads"),

@@ -15,7 +15,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     """Reads the command line.
 
     Args:
-        argv: the arguments; None for those of this process.
+        argv: the arguments; None for this process's own.
         description: the beginning of the help.
 
     Raises:

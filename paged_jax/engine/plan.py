@@ -23,7 +23,7 @@ def _none() -> np.ndarray:
 
 @dataclasses.dataclass
 class Rows:
-    """The rows of a step's batch, those of more than one token first. A row is the last `counts` tokens of `ends`.
+    """The rows of a step's batch; rows of more than one token come first. A row is the last `counts` tokens of `ends`.
 
     Attributes:
       sequences: whose tokens they are.
@@ -47,12 +47,12 @@ class Rows:
 
 @dataclasses.dataclass
 class Samples:
-    """The tokens that a step draws; those of one row come one after the other, in their order.
+    """The tokens that a step draws; tokens of one row come one after the other, in their order.
 
     Attributes:
       sequences: which sequence gets each token.
       rows: i64 [num_samples], the row whose logits the token is drawn from.
-      positions: i64 [num_samples], the token's position; the logits are those of the row's token before it.
+      positions: i64 [num_samples], the token's position; its logits belong to the row's token before it.
       seats: i64 [num_samples], the seat whose last token it becomes on the device.
       params: i32 [len(PARAMS), num_samples], how it is drawn.
       are_plain: bool [num_samples], whether the sequence `is_plain`, and the token is not its last one.

@@ -286,7 +286,7 @@ class Replicas(BaseEngine):
 
     @override
     def stats(self) -> Stats:
-        """The statistics of all engines together; those of an engine whose step runs are from before that step."""
+        """The statistics of all engines together. An engine whose step runs gives those from before that step."""
         with self._changing("stats"):
             for replica in self._replicas:
                 if replica.is_idle:

@@ -1,4 +1,4 @@
-"""Decides what each step computes, in plain Python: it uses no device arrays, and no clock but that of pace.py.
+"""Decides what each step computes, in plain Python: it uses no device arrays, and no clock except the one in pace.py.
 
 For each step the scheduler does the following, in this order:
 

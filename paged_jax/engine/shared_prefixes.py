@@ -50,7 +50,7 @@ class SharedPrefixes:
         Args:
           query: [num_seqs, num_heads, head_size].
           cache: a layer's cache, which holds the new tokens already.
-          options: those of the attention ops, without those that look at positions or change the softmax: sliding
+          options: of the attention ops, except options that look at positions or change the softmax: sliding
             windows, ALiBi, sinks and block-sparse patterns.
 
         Returns:

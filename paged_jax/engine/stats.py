@@ -64,7 +64,7 @@ class Stats:
       pools: the blocks of each group of layers apart, the widest sliding window first.
 
     Example:
-      `Engine.stats` makes one. Here are those of two engines and of both together.
+      `Engine.stats` makes one. Here are the statistics of two engines and of both together.
 
       >>> from paged_jax.engine import Stats
       >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 0, 3, 8, 4, 0, 0, 100.0, 5)] * 2

@@ -1,7 +1,7 @@
 """The public attention ops. Each one checks its arguments and passes them to an implementation; none does arithmetic.
 
-Attention ops share the keywords of `paged_jax.options.Options`, or in multi-head latent attention those of
-`paged_jax.options.LatentOptions`, and these two:
+Attention ops share the keywords of `paged_jax.options.Options` (in multi-head latent attention,
+`paged_jax.options.LatentOptions`), and these two:
 
 - return_lse: whether to return the log-sum-exp of the logits too, f32 [..., num_heads]. Sinks are part of it; it is
   -inf where a query sees no token.
@@ -14,7 +14,7 @@ Lengths, tables, slots and pairs are int32. NumPy arrays of them may have any in
 A scale is a factor of what a cache holds, whatever the cache's dtype: attention multiplies by it. A write divides by it
 if the cache's dtype has fewer bytes than the new tokens', and otherwise stores these as they are.
 
-Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
+Every op, also in `paged_jax.cache_ops`, raises ValueError or TypeError at trace time for a wrong shape, dtype or
 option, NotImplementedError with every reason if `implementation` cannot do the call, and TypeError when it is
 differentiated, since the ops are for inference only (`merge_attention_states`, which is plain arithmetic, has a
 gradient). All of them work under jit, vmap, scan, shard_map and jax.export (which has to be told not to check Triton

@@ -64,8 +64,8 @@ def mla_paged_attention(
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
       value_size: elements of a value, a multiple of 16 up to latent_size.
-      scale: f32 scalar, factor of the logits; may be traced. It has no default, because the models' factor is that of
-        the heads before the absorption.
+      scale: f32 scalar, factor of the logits; may be traced. It has no default, because the models' factor follows from
+        the size of heads before the absorption.
       return_lse, implementation: see `paged_jax.ops`.
       **options: `latent_scale`, `sinks`, `logits_soft_cap`, `max_seq_len`: see `paged_jax.options.LatentOptions`.
 

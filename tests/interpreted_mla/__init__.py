@@ -1,1 +1,1 @@
-"""Functions on whole arrays that replace those of `paged_jax/kernels/mosaic_gpu/mla/ptx/` in the interpreter."""
+"""In the interpreter, these functions on whole arrays replace `paged_jax/kernels/mosaic_gpu/mla/ptx/`."""

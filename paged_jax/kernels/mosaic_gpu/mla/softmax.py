@@ -121,7 +121,7 @@ def weigh(logits: Array, maxima: Array, factor: Factor, geometry: Geometry) -> A
 
 
 def scaled(maxima: Array, factor: Factor) -> Array:
-    """Maxima with the factor. They stay finite, so that those of unseen rows may be subtracted from each other."""
+    """Maxima with the factor. They stay finite, so that differences of maxima of unseen rows are no NaN."""
     return lax.max(maxima * factor.magnitude, jnp.full_like(maxima, LOWEST))
 
 
