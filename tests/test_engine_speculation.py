@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paged_jax import PagedKVCache
-from paged_jax.engine import Engine, EngineConfig, SamplingParams
+from paged_jax.engine import Engine, EngineConfig, PromptLookup, SamplingParams
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator
 from tests import engine_model as model
