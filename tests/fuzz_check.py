@@ -4,8 +4,8 @@ The reference computes `tests/oracle.py`'s definition over whole arrays, so that
 `test_fuzz.py` compares the reference with the oracle. In float64 the reference gives the right results. In float32,
 with weights and results rounded as the kernels round them, it gives the error that `plain.assert_close` allows,
 separately for each row (the heads of one query token). That error is at least the effect of one rounding of each logit
-for float32 queries, where little else is rounded, and for latents, whose logits are sums of many products: the error of
-a sum depends on the order of its terms.
+for float32 queries, where little else is rounded, and for heads of more than 256 elements, whose logits are sums of
+many products: the error of a sum depends on the order of its terms.
 """
 
 import numpy as np
@@ -103,8 +103,7 @@ def attend(query, keys, values, positions, case, options, causal, exact):
             rows = slice(first, first + step)
             q = query[rows, heads].astype(real)
             logits = _logits(q, k, positions[rows], kv_head, case, options, causal, real)
-            of_latents = k.shape[1] > v.shape[1]
-            doubtful = not exact and (query.dtype == np.float32 or of_latents)
+            doubtful = not exact and (query.dtype == np.float32 or case.head_size > 256)
             doubts = _doubts(q, k, case, options) if doubtful else None
             out[rows, heads], lse[rows, heads] = _softmax(logits, v, heads, query.dtype, options, exact, doubts)
     return out, lse
