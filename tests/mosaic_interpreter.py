@@ -20,6 +20,7 @@ from paged_jax.kernels.mosaic_gpu.decode import tiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles import class_of
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.pairs import EightBitPairTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
@@ -89,6 +90,30 @@ class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
         partial_smem[...] = out
 
 
+class InterpretedEightBitPairTiles(InterpretedEightBitTiles, EightBitPairTiles):
+    def heads(self, tile):
+        """K and V of a tile by rows: [tokens / 8, heads, 8, 2, head_size]."""
+        shape = -1, 8, self.geometry.tuning.fold, 2, self.geometry.problem.head_size
+        return jnp.swapaxes(tile.reshape(shape), 1, 2)
+
+    def of_rows(self, tile_smem, values):
+        rows = self.heads(read(tile_smem))[:, :, :, values]
+        return rows.reshape(self.geometry.tuning.tile, self.geometry.problem.head_size)
+
+    def keys(self, tile_smem):
+        return self.of_rows(tile_smem, 0).astype(jnp.float16)
+
+    def values(self, tile_smem):
+        return self.of_rows(tile_smem, 1).astype(jnp.float16).T
+
+    def zero_rows(self, rows_smem, start, low, high):
+        rows = rows_smem[...]
+        token = start + jnp.arange(len(rows))[:, None]
+        is_value = (jnp.arange(rows.shape[1]) // self.geometry.problem.head_size % 2 == 1)[None]
+        kept = ~is_value | ((token >= low) & (token < high))
+        rows_smem[...] = jnp.where(kept, rows, jnp.zeros_like(rows))
+
+
 class InterpretedVllmTiles(InterpretedProduct, VllmTiles):
     def keys(self, tile_smem):
         problem = self.geometry.problem
@@ -128,6 +153,7 @@ class InterpretedEightBitVllmTiles(InterpretedVllmTiles, EightBitVllmTiles):
 INTERPRETED_TILES = {
     PlainTiles: InterpretedPlainTiles,
     EightBitTiles: InterpretedEightBitTiles,
+    EightBitPairTiles: InterpretedEightBitPairTiles,
     VllmTiles: InterpretedVllmTiles,
     EightBitVllmTiles: InterpretedEightBitVllmTiles,
 }

@@ -11,11 +11,25 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu.py -k fold-nhd-e4m3",
     ),
     Mutant(
-        "mosaic_gpu: over one pool, folded heads' values are their keys",
+        "mosaic_gpu: over one pool, heads' values are their keys",
         "kernels/mosaic_gpu/decode/load.py",
         "[2 * head + 1 for head in heads]",
         "[2 * head for head in heads]",
-        "tests/test_mosaic_gpu_interleaved.py -k 8-bits",
+        "tests/test_mosaic_gpu_interleaved.py -k interpreter",
+    ),
+    Mutant(
+        "mosaic_gpu: over one pool of 8 bits, masks take folded heads for alternating by run",
+        "kernels/mosaic_gpu/decode/geometry.py",
+        "return QUERY_ROWS if self.pairs else self.run_tokens",
+        "return self.run_tokens",
+        "tests/test_mosaic_gpu_interleaved.py -k pairs",
+    ),
+    Mutant(
+        "mosaic_gpu: decode over one pool of 8 bits copies all runs to the first rows of a tile",
+        "kernels/mosaic_gpu/decode/tiles/pairs.py",
+        "pl.ds(copy * self.geometry.run_tokens, self.geometry.run_tokens)",
+        "pl.ds(0, self.geometry.run_tokens)",
+        "tests/test_mosaic_gpu_interleaved.py -k pairs",
     ),
     Mutant(
         "mosaic_gpu: runs of folded heads are longer than what one step zeroes",

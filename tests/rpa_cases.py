@@ -110,6 +110,7 @@ HOPPER = [
     Case("hopper-ragged-8-bits", _WIDE, (2, 1), 64, kv_dtype="float8_e4m3fn", options=_HALF),
     Case("hopper-decode", _ONE_EACH, (8, 2), 64, options=(_BOUND,)),
     Case("hopper-decode-8-bits", _ONE_EACH, (4, 2), 64, kv_dtype="int8", page_size=32, options=(_BOUND, *_HALF)),
+    Case("hopper-decode-pairs", _ONE_EACH, (4, 2), kv_dtype="float8_e4m3fn", page_size=32, options=(_BOUND, *_HALF)),
     Case("hopper-decode-hd64", _ONE_EACH, (6, 3), 64, "float16", pool="hd64", sink=True, options=(_BOUND,)),
 ]
 BY_NAME = {case.name: case for case in (*GRID, *SMALL, *HOPPER)}

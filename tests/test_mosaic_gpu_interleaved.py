@@ -25,7 +25,7 @@ FOLDING_GPU = dataclasses.replace(SMALL_GPU, num_multiprocessors=3)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.slow] * (case.name != "hopper-decode-8-bits"))
+        pytest.param(case, marks=[pytest.mark.slow] * (case.name != "hopper-decode-pairs"))
         for case in rpa_cases.HOPPER
         # Only GPUs run two of them: the decode case also reads 8 bits, and has heads of 64, too.
         if case.name not in ("hopper-ragged-8-bits", "hopper-decode-hd64")
@@ -57,9 +57,9 @@ def test_in_the_interpreter(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hopper-decode", "hopper-decode-8-bits"])
+@pytest.mark.parametrize("name", ["hopper-decode", "hopper-decode-8-bits", "hopper-decode-pairs"])
 def test_folded_heads_on_a_gpu(name):
-    """Both cases fold their two kv heads."""
+    """All cases fold their two kv heads."""
     dispatch = _dispatch.call
 
     def call(op, operands, **options):

@@ -84,6 +84,11 @@ class Pool:
         """Whether one pool holds keys and values."""
         return isinstance(self.layout, Interleaved)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether one pool holds each key beside its value, without padding."""
+        return self.interleaved and (self.rows, self.row_size) == (2 * self.num_kv_heads, self.head_size)
+
     @classmethod
     def of(
         cls,

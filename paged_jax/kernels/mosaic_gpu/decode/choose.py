@@ -169,7 +169,7 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
         waves = half.num_items / 2 / at_once
         least, most = _FOLDED_ONE_WAVE
         one_wave = least <= waves <= most and _worth_a_look(half, at_once)
-        one_copy = Geometry(problem, folded).copies_per_run == 1
+        one_copy = Geometry(problem, folded).copies_per_run == 1 and not problem.interleaved
         if (one_wave and (one_copy or problem.layout != "vllm")) or (waves >= _FOLDED_WAVES and one_copy):
             tuning = folded
     return tuning

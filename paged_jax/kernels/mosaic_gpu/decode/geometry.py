@@ -95,10 +95,25 @@ class Geometry:
         return min(self.problem.block_size, most)
 
     @property
+    def pairs(self) -> bool:
+        """Whether one copy brings K and V of all heads of a run, from one pool of 8 bits."""
+        return self.problem.has_pairs and self.problem.cache_itemsize == 1
+
+    @property
+    def pair_size(self) -> int:
+        """Elements of a token's K and V of all folded heads, if `pairs`."""
+        return 2 * self.tuning.fold * self.problem.head_size
+
+    @property
+    def rows_of_head(self) -> int:
+        """Rows of a tile that belong to one of the folded kv heads, before rows of the next head."""
+        return QUERY_ROWS if self.pairs else self.run_tokens
+
+    @property
     def copies_per_run(self) -> int:
-        """Copies of a run: one for all folded kv heads if their blocks are neighbours in memory, otherwise one each."""
+        """Copies of a run: one for all folded kv heads if they are neighbours in memory, otherwise one each."""
         neighbours = self.problem.layout in ("hnd", "vllm") and self.run_tokens == self.problem.block_size
-        return 1 if neighbours else self.tuning.fold
+        return 1 if neighbours or self.pairs else self.tuning.fold
 
     @property
     def runs_per_tile(self) -> int:

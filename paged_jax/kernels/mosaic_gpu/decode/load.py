@@ -30,6 +30,8 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
         (inputs.key_cache, key_rows, options.k_scale, smem.keys, (Slice(0, geometry.problem.head_size),)),
         (inputs.value_cache, value_rows, options.v_scale, smem.values, geometry.head_slices),
     )
+    if geometry.pairs:
+        caches = ((inputs.key_cache, [kv_head], options.k_scale, smem.keys, (Slice(0, geometry.pair_size),)),)
 
     def runs_of(tile):  # (block, offset in it) of each run; past the end the last run repeats, and is masked
         first = split.origin + tile * geometry.tile_tokens
@@ -69,4 +71,5 @@ def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:
     @pl.loop(lax.max(num_tiles - stages, jnp.int32(0)), num_tiles)
     def wait_for_tile(i):
         plgpu.barrier_wait(refs.smem.keys.consumed.at[lax.rem(i, jnp.int32(stages))])
-        plgpu.barrier_wait(refs.smem.values.consumed.at[lax.rem(i, jnp.int32(stages))])
+        if not geometry.pairs:
+            plgpu.barrier_wait(refs.smem.values.consumed.at[lax.rem(i, jnp.int32(stages))])

@@ -24,19 +24,23 @@ def some_unseen(low, high, first: int, count: int, problem: Problem):
 def token_of_row(shape: tuple[int, ...], geometry: Geometry):
     """The token of each row, numbered from the tile's first token.
 
-    Folded kv heads alternate by run: a run of tokens of the first head, then the same tokens of the next head.
+    Folded kv heads alternate: some tokens of the first head, then the same tokens of the next head.
     """
     row = _iota(shape, 0)
     if geometry.tuning.fold == 1:
         return row
-    run, size = lax.div(row, jnp.int32(geometry.tuning.fold * geometry.run_tokens)), jnp.int32(geometry.run_tokens)
+    size = jnp.int32(geometry.rows_of_head)
+    run = lax.div(row, jnp.int32(geometry.tuning.fold * geometry.rows_of_head))
     return run * size + lax.rem(row, size)
 
 
 def same_kv_head(shape: tuple[int, ...], geometry: Geometry):
     """Whether row and column belong to the same folded kv head; any result in columns of other items."""
     row, column = _iota(shape, 0), _iota(shape, 1)
-    of_row, of_column = lax.div(row, jnp.int32(geometry.run_tokens)), lax.div(column, jnp.int32(geometry.problem.group))
+    of_row, of_column = (
+        lax.div(row, jnp.int32(geometry.rows_of_head)),
+        lax.div(column, jnp.int32(geometry.problem.group)),
+    )
     fold = jnp.int32(geometry.tuning.fold)
     return lax.rem(of_row, fold) == lax.rem(of_column, fold)
 

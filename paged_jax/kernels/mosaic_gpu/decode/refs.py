@@ -159,6 +159,8 @@ def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Rin
     """The ring of a cache, whose tiles lie in `rings`. A tile is ready when all of its runs and scales have arrived."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     copies = runs * len(rings) * geometry.copies_per_run
+    if not rings:  # values lie in the ring of K
+        return Ring(ABSENT, ABSENT, ABSENT, ())
     slot_scales = ABSENT
     if scale is Granularity.SLOT:
         slot_scales = plgpu.SMEM((stages, runs, max(geometry.run_tokens, _LEAST_COPY)), jnp.float32)

@@ -109,7 +109,8 @@ def attend(
         products = tiles.product(tiles.keys(smem.keys.tiles[0].at[stage]), query_rows_smem.T)
         if problem.k_scale is Granularity.SLOT:
             products *= _slot_scales(smem.keys.slot_scales.at[stage], geometry, tiles)
-        plgpu.barrier_arrive(smem.keys.consumed.at[stage])
+        if not geometry.pairs:
+            plgpu.barrier_arrive(smem.keys.consumed.at[stage])
         logits = _logits(products, to_logits, start - split.seq_len + 1, low, high, geometry)
         maxima = lax.max(state.maxima, logits.max(axis=0))
         keep = exp(state.maxima - maxima)
@@ -124,15 +125,16 @@ def attend(
             sums = state.sums * wide(keep, tile) + exponentials
         else:
             sums = state.sums * keep + exponentials.sum(axis=0)
-        if not scaled_values:
-            plgpu.barrier_wait(smem.values.ready.at[stage])
-        tiles_smem = [ring_smem.at[stage] for ring_smem in smem.values.tiles]
+        values = smem.keys if geometry.pairs else smem.values
+        if not scaled_values and not geometry.pairs:
+            plgpu.barrier_wait(values.ready.at[stage])
+        tiles_smem = [ring_smem.at[stage] for ring_smem in values.tiles]
         tiles.zero_unseen(tiles_smem, low, high)
         outs = [tiles.product(tiles.values(tile_smem), smem.weights.T) for tile_smem in tiles_smem]
         if scaled_values:
             outs = [out * wide(peaks, out.shape[0]) for out in outs]
         outs = [so_far * wide(keep, out.shape[0]) + out for so_far, out in zip(state.out, outs, strict=True)]
-        plgpu.barrier_arrive(smem.values.consumed.at[stage])
+        plgpu.barrier_arrive(values.consumed.at[stage])
         return State(outs, maxima, sums)
 
     return lax.fori_loop(0, split.num_tiles, attend_tile, first)

@@ -2,6 +2,7 @@
 
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.pairs import EightBitPairTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Problem
@@ -15,4 +16,6 @@ def class_of(problem: Problem) -> type[Tiles]:
     eight_bit = problem.cache_itemsize == 1
     if problem.layout == "vllm":
         return EightBitVllmTiles if eight_bit else VllmTiles
+    if eight_bit and problem.has_pairs:
+        return EightBitPairTiles
     return EightBitTiles if eight_bit else PlainTiles

@@ -34,6 +34,10 @@ _PAIR_TOKENS = "prmt.b32 $0, $1, $2, 0x5140;", "prmt.b32 $0, $1, $2, 0x7362;"
 class EightBitTiles(ConvertedTiles):
     """Tiles with the layout of `PlainTiles`, and operands in registers."""
 
+    def part(self, tile_smem, values: int):
+        """The rows of K or of V in a tile of the ring, in MLIR."""
+        return tile_smem
+
     def keys(self, tile_smem) -> Array:
         """K [tile, head_size] in float16, with its elements in word order."""
         geometry, cache_dtype = self.geometry, self.geometry.problem.cache_dtype
@@ -41,7 +45,7 @@ class EightBitTiles(ConvertedTiles):
 
         @inline(plgpu.RefType(_transforms(geometry)), returns=shape)
         def load(_, tile_smem):
-            words = _load(tile_smem, mgpu.WGMMA_LAYOUT_8BIT, geometry).reshape(-1, 2)  # [.., h]
+            words = _load(self.part(tile_smem, 0), mgpu.WGMMA_LAYOUT_8BIT, geometry).reshape(-1, 2)  # [.., h]
             halves = np.empty((len(words), 2, 2), object)  # [.., a, h]
             for i, h in np.ndindex(words.shape):
                 halves[i, :, h] = to_float16(words[i, h], cache_dtype)
@@ -56,7 +60,7 @@ class EightBitTiles(ConvertedTiles):
 
         @inline(plgpu.RefType(_transforms(geometry)), returns=(head_size, tile))
         def load(_, tile_smem):
-            words = _load(tile_smem, tokens_layout(16, geometry), geometry)
+            words = _load(self.part(tile_smem, 1), tokens_layout(16, geometry), geometry)
             words = words.reshape(tile // 16, head_size // (32 * each), 2, 2)  # [.., .., a, b]
             halves = np.empty((head_size // (32 * each), each // 2, tile // 16, 2, 2), object)  # [.., .., .., a, h]
             for s, m, a in np.ndindex(words.shape[:3]):
@@ -74,6 +78,7 @@ class EightBitTiles(ConvertedTiles):
         @inline(plgpu.RefType(_transforms(geometry)), scalar, scalar)
         def zero(_, rows_smem, low, high):
             one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+            rows_smem = self.part(rows_smem, 1)
             words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, geometry).reshape(-1, 2)  # [.., h]
             four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
             kept = np.empty_like(words)

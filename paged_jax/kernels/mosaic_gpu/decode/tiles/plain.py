@@ -123,8 +123,12 @@ class PlainTiles:
         @pl.when(mask.some_unseen(low, high, start, WGMMA_ROWS // fold, problem))
         def zero():
             for tile_smem in tiles_smem:
-                self.zero_rows(tile_smem.at[pl.ds(row, WGMMA_ROWS)], start, low, high)
+                self.zero_rows(tile_smem.at[self.some_rows(row)], start, low, high)
             plgpu.commit_smem()
+
+    def some_rows(self, first: int) -> Any:
+        """The place of `WGMMA_ROWS` rows in a tile of the ring."""
+        return pl.ds(first, WGMMA_ROWS)
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
         """Zeroes those of `WGMMA_ROWS` rows, from token `start` on, whose tokens are outside low <= token < high."""

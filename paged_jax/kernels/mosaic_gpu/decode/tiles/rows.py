@@ -12,7 +12,7 @@ def first_row():
 
 def token_of_row(row, geometry: Geometry):
     """The token of a row of a tile; `mask.token_of_row` for one row."""
-    fold, run = geometry.tuning.fold, geometry.run_tokens
+    fold, run = geometry.tuning.fold, geometry.rows_of_head
     if fold == 1:
         return row
     return add(mul(div(row, fold * run), run), rem(row, run))
