@@ -1,13 +1,14 @@
 """Times `paged_jax.compat.rpa` beside separate pools: `python -m benchmarks.bench_rpa [CASE ...]`.
 
 Calls with one pool and calls with separate pools write the step's new tokens and then attend, over donated pools. Calls
-with separate pools take computed slots as an argument. Calls with one pool compute the slots from the lengths; a model
-does that once for all of its layers.
-Times are microseconds of all kernels together, and of each kernel. A case of few queries is timed twice, with and
-without their bound (`max_query_len`).
+with separate pools take computed slots as an argument. Calls with one pool compute the slots from the lengths. As in a
+model, a step has several layers with pools of their own, for which XLA computes the slots once.
+Times are microseconds of a layer: of all kernels together, and of all kernels of one name. A case of few queries is
+timed twice, with and without their bound (`max_query_len`).
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -28,7 +29,8 @@ from paged_jax.compat import rpa
 
 _CASES = ("64x4096-1", "64x4096-1-e4m3", "64x4096-4", "63-decodes-and-512", "63-decodes-and-2048", "chunk-512-of-32768")
 _FEW_QUERIES = 16
-_CALLS = 24
+_LAYERS = 4
+_CALLS = 8
 _LAYOUTS: tuple[paged_jax.Layout, ...] = ("hnd", "nhd")
 
 
@@ -108,18 +110,21 @@ def measure(case: cases.Case, bound: int | None) -> dict[str, dict[str, Any]]:
     functions["one pool"] = one_pool
 
     def compiled(name: str) -> Any:
-        function = functools.partial(functions[name], max_query_len=bound)
-        return jax.jit(function, donate_argnums=0).lower(pools[name], steps[name][0]).compile()
+        def layers(pools: Sequence[Any], step: Step) -> Any:
+            outs, pools = zip(*(functions[name](x, step, max_query_len=bound) for x in pools), strict=True)
+            return outs, pools
+
+        return jax.jit(layers, donate_argnums=0).lower((pools[name],) * _LAYERS, steps[name][0]).compile()
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         programs = dict(zip(functions, threads.map(compiled, functions), strict=True))
     outs, found = {}, {}
     for name, program in programs.items():
-        state = [pools.pop(name)]
+        state = [tuple(jax.tree.map(jnp.copy, pools[name]) for _ in range(_LAYERS))]
 
         def run(name: str = name, program: Any = program, state: list = state) -> Any:
             for i in range(_CALLS):
-                outs[name], state[0] = program(state[0], steps[name][i % len(steps[name])])
+                (outs[name], *_), state[0] = program(state[0], steps[name][i % len(steps[name])])
             return outs[name]
 
         jax.block_until_ready(run())
@@ -129,14 +134,15 @@ def measure(case: cases.Case, bound: int | None) -> dict[str, dict[str, Any]]:
 
 
 def _timed(run: Any) -> dict[str, Any]:
-    """The time of one call of `run`, and the time of each of its kernels: medians over rounds."""
-    rounds = [timing.kernel_times(run) for _ in range(5)]
-    num_kernels = len(rounds[0]) // _CALLS
-    kernels = [
-        (rounds[0][i][0], round(statistics.median(us for times in rounds for _, us in times[i::num_kernels]), 2))
-        for i in range(num_kernels)
-    ]
-    us = statistics.median(sum(us for _, us in times) / _CALLS for times in rounds)
+    """The time of one layer of `run`, and the time of all kernels of each name in it: medians over rounds."""
+    rounds = []
+    for _ in range(5):
+        times: dict[str, float] = collections.defaultdict(float)
+        for name, us in timing.kernel_times(run):
+            times[name] += us / (_CALLS * _LAYERS)
+        rounds.append(times)
+    kernels = [(name, round(statistics.median(times[name] for times in rounds), 2)) for name in rounds[0]]
+    us = statistics.median(sum(times.values()) for times in rounds)
     return {"us": round(us, 1), "kernels": kernels}
 
 
