@@ -5,16 +5,26 @@ rounding in another order of sums does not change which token is the most likely
 """
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import paged_jax
+from paged_jax.engine.sampling import Kind
 
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, MAX_LEN = 61, 2, 4, 2, 8, 64
 HIDDEN = HEADS * HEAD_SIZE
 WINDOWS = 6, None  # the layers' sliding windows
+
+
+def drawing(*kinds):
+    """While this context lasts, engines compile these ways to draw tokens, for the test has no use for the others.
+
+    All of them take half of the time in which an engine is made. A step that needs another one raises.
+    """
+    return mock.patch.object(Kind, "all_of", return_value=list(kinds))
 
 
 def make_weights(seed=0):

@@ -18,6 +18,8 @@ from examples.checkpoint import load_model
 from examples.sharding import make_mesh
 from examples.step import make_step
 from paged_jax import engine
+from paged_jax.engine.sampling import Kind
+from tests.engine_model import drawing
 from tests.model_folders import short_tiny
 
 PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
@@ -36,7 +38,8 @@ def make_engine(engine_class: type[engine.Engine], tp: int) -> Any:
     weights, step = make_step(model)
     caches = loop.make_caches(config, 12, 4, jnp.float32, mesh=mesh)
     sizes = engine.EngineConfig(*(48, 4, 16), decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2, adjustments=False)
-    return engine_class(cast(engine.Step, step), weights, caches, sizes)
+    with drawing(Kind.GREEDY, Kind.LOGPROBS):  # an engine warms up with greedy tokens
+        return engine_class(cast(engine.Step, step), weights, caches, sizes)
 
 
 def texts(the_engine: engine.Engine) -> list[Any]:

@@ -13,10 +13,12 @@ from examples.step import make_step
 from paged_jax.engine import Batch, Engine, EngineConfig, SamplingParams, pool_sizes
 from paged_jax.engine.groups import blocks_used, make_groups
 from paged_jax.engine.pools import make_pools
+from paged_jax.engine.sampling import Kind
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.seats import Seats
 from paged_jax.engine.sequence import Sequence
 from tests.engine_checks import drain
+from tests.engine_model import drawing
 from tests.model_folders import folder, reference
 
 GEMMA = ([1024] * 5 + [None]) * 4 + [1024] * 2  # the layers of Gemma 3's smallest models
@@ -85,8 +87,8 @@ def test_a_long_text_takes_a_quarter_of_the_memory():
     scheduler.add(sequence)
     held, unread = 0, None
     while (plan := scheduler.schedule()) is not None or unread is not None:
-        for drawing in unread.samples.sequences if unread is not None else ():
-            drawing.tokens.append(7)
+        for each in unread.samples.sequences if unread is not None else ():
+            each.tokens.append(7)
         unread = plan
         counts = [manager.counts().held for manager in pools.managers]
         assert counts[1] <= pools.managers[1].most_held <= sizes[0]
@@ -147,7 +149,8 @@ def test_tokens_are_those_of_transformers(name):
     sizes = dataclasses.replace(sizes, num_host_blocks=16, adjustments=False)
     caches = loop.make_caches(config, pool_sizes(config.sliding_windows, 40, 4, sizes), 4, jnp.float32)
     options = {"sliding_windows": config.sliding_windows, "compiler_options": {"xla_backend_optimization_level": 0}}
-    engine = Engine(step, weights, caches, sizes, **options)
+    with drawing(Kind.GREEDY):
+        engine = Engine(step, weights, caches, sizes, **options)
     most = [cache.num_blocks for cache in caches]
     assert min(most) < max(most)
     params = SamplingParams(max_tokens=len(found.tokens[0]))

@@ -10,6 +10,7 @@ import pytest
 
 from paged_jax.engine import Delta, Engine, EngineFailed, ReplicaFailed, Replicas, SamplingParams, Stats
 from paged_jax.engine.request import Seeds
+from paged_jax.engine.sampling import Kind
 from tests import engine_model as model
 from tests.conftest import PATIENCE, QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, check_blocks, tokens_of
@@ -25,7 +26,8 @@ def the_engines(weights):
         with jax.default_device(device):
             caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
         on_device = jax.device_put((weights, caches), device)
-        engines.append(Engine(model.step, *on_device, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE))
+        with model.drawing(Kind.GREEDY, Kind.RANDOM):
+            engines.append(Engine(model.step, *on_device, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE))
     return engines
 
 

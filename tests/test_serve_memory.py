@@ -11,6 +11,7 @@ from examples.checkpoint import load_model
 from examples.command_line import TINY, CommandError
 from examples.families import load_config
 from examples.server import memory
+from paged_jax.engine.runner import Runner
 from tests.model_folders import folder, short_tiny
 
 
@@ -126,8 +127,10 @@ def test_layers_with_a_window_have_blocks_for_it(monkeypatch):
     assert [cache.num_blocks for cache in fewer] == [15 if w is None else of_window[w] for w in windows]
 
 
-@pytest.mark.slow_on_cpu
-def test_the_longest_text_bounds_requests(capsys):
+def test_the_longest_text_bounds_requests(capsys, monkeypatch):
+    """The server runs no program here, so that its engine compiles none."""
+    for name, value in {"_compile": lambda *_: {}, "_warm_up": lambda _: None, "_adjustments": None}.items():
+        monkeypatch.setattr(Runner, name, value, raising=False)
     options = ["--max-model-len", "40", "--num-blocks", "8", "--max-num-seqs", "1", "--max-tokens-per-step", "4"]
     options += ["--model", str(short_tiny()), "--served-model-name", "a", "b"]
     server = serve.make_server(serve.parse(options))
