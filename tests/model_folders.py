@@ -74,14 +74,25 @@ def folder(name: str) -> Path:
 @functools.cache
 def short_tiny() -> Path:
     """A folder `tiny` with the first of the tiny model's five layers, whose programs compile in a third of the time."""
+    return _with_one_layer(TINY, "tiny")
+
+
+@functools.cache
+def short(name: str) -> Path:
+    """A folder of a model in `data` with the first of its layers alone."""
+    return _with_one_layer(folder(name), name)
+
+
+def _with_one_layer(source: Path, name: str) -> Path:
     _kept.append(tempfile.TemporaryDirectory(prefix="model_"))
-    path = Path(_kept[-1].name) / "tiny"
+    path = Path(_kept[-1].name) / name
     path.mkdir()
-    model, config, _, _ = load_model(TINY, jnp.float32)
+    model, config, _, _ = load_model(source, jnp.float32)
     model.layers = nnx.List(list(model.layers)[:1])
     save_model(path, model, dataclasses.replace(config, layers=config.layers[:1]))
-    shutil.copy(TINY / "tokenizer.json", path)
-    (path / "config.json").write_text((TINY / "config.json").read_text())
+    for file in ("tokenizer.json", "config.json", "generation_config.json"):
+        if (source / file).exists():
+            (path / file).write_bytes((source / file).read_bytes())
     edit(path / "config.json", {"num_hidden_layers": 1})
     return path
 

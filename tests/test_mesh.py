@@ -14,9 +14,8 @@ from flax import nnx
 from examples import checkpoint, generate, loop, tensors
 from examples.families import load_config
 from examples.sharding import MeshError, make_mesh, parse_mesh, replicas, split_config
-from tests.model_folders import folder
+from tests.model_folders import folder, reference, short
 
-PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8]]
 COLLECTIVE = re.compile(
     r"= \(?\w+\[([\d,]*)\]\S* "
     r"(all-gather|all-reduce|name-permute|all-to-all|reduce-scatter|name-broadcast)(?:-start)?\("
@@ -29,12 +28,10 @@ def load(name, tp):
     return model, config, mesh
 
 
-def run(name, tp, prompts, **options):
-    """The tokens that a model writes, and its compiled decode step."""
+def run(name, tp, prompts):
+    """The tokens that a model writes, its compiled decode step, and its config."""
     model, config, mesh = load(name, tp)
-    request = loop.make_request(
-        prompts, max_new_tokens=8, max_position_embeddings=config.max_position_embeddings, **options
-    )
+    request = loop.make_request(prompts, max_new_tokens=8, max_position_embeddings=config.max_position_embeddings)
     programs = loop.make_programs(model)
     generation = programs.prefill(programs.weights, loop.make_caches(config, 512, 4, jnp.float32, mesh=mesh), request)
     decode = programs.decode.lower(programs.weights, generation, request).compile()
@@ -47,17 +44,18 @@ def run(name, tp, prompts, **options):
 # latent attention, and has shared experts.
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
-    ("name", "tp", "prompts"),
+    ("name", "tp", "num_prompts"),
     [
-        ("llama", 4, PROMPTS),
-        pytest.param("opt_post_norm", 2, PROMPTS[:1], marks=pytest.mark.slow),
-        pytest.param("deepseek_v2_lite", 4, PROMPTS, marks=pytest.mark.slow),
+        ("llama", 4, 2),
+        pytest.param("opt_post_norm", 2, 1, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2_lite", 4, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
-    wanted, _, _ = run(name, 1, prompts)
-    texts, decode, config = run(name, tp, prompts)
-    assert texts == wanted
+def test_a_split_model_writes_the_same_tokens(name, tp, num_prompts):
+    """They are transformers'."""
+    found = reference(name)
+    texts, decode, config = run(name, tp, found.prompts[:num_prompts])
+    assert texts == [(tokens[:8], "length") for tokens in found.tokens[:num_prompts]]
     exchanged = [(name, shape) for shape, name in COLLECTIVE.findall(decode.as_text())]
     # One all-reduce for the embedding, one after each attention and one after each MLP; then the likeliest token of
     # each part of the vocabulary and its logit.
@@ -66,7 +64,7 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     has_shared = config.experts is not None and config.experts.shared_size > 0
     assert num_all_reduces == 1 + 2 * config.num_layers or (has_shared and num_all_reduces <= 2 + 2 * config.num_layers)
     others = [(name, math.prod(map(int, shape.split(",")))) for name, shape in exchanged if name != "all-reduce"]
-    assert others == [("all-gather", len(prompts) * tp)] * 2
+    assert others == [("all-gather", num_prompts * tp)] * 2
     if config.latent is not None:  # every device has all latents
         return
     pool = 512 * config.num_kv_heads * 4 * config.head_size * 4 // tp
@@ -133,7 +131,7 @@ def test_generate_over_a_mesh_of_several_copies(capsys, caplog, monkeypatch):
         loop, "make_request", lambda *args, seed, **kw: seeds.append(seed) or make_request(*args, seed=seed, **kw)
     )
     caplog.set_level(logging.INFO, "examples.sharding")
-    argv = ["--model", str(folder("mistral")), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
+    argv = ["--model", str(short("mistral")), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
     argv += ["--kv-cache-dtype=int8", "--k-scale=0.01", "--v-scale=0.01", "--prompt=The for", "--prompt=A class is"]
     assert generate.main(argv) == 0
     wanted = capsys.readouterr().out
@@ -150,7 +148,7 @@ def test_generate_over_a_mesh_of_several_copies(capsys, caplog, monkeypatch):
 def test_contexts_are_split_over_devices(name, sizes, capsys, caplog):
     """Prompts that fill several blocks, which lie on devices in turn. Nobody asks whether a kernel could reduce."""
     caplog.set_level(logging.INFO, "examples.sharding")
-    argv = ["--model", str(folder(name)), "--no-compilation-cache", "--max-new-tokens=12", "--json"]
+    argv = ["--model", str(short(name)), "--no-compilation-cache", "--max-new-tokens=12", "--json"]
     argv += ["--block-size=4", "--prompt=The for statement is a loop over", "--prompt=A class"]
     assert generate.main(argv) == 0
     wanted = capsys.readouterr().out

@@ -142,7 +142,7 @@ def paged_tokens(case, batches, block_size):
 
 
 @pytest.mark.slow_on_cpu
-@pytest.mark.parametrize("name", [pytest.param(WITH_PROGRAMS[0], marks=pytest.mark.slow), *WITH_PROGRAMS[1:]])
+@pytest.mark.parametrize("name", WITH_PROGRAMS[:-1])  # test_mesh.py and test_engine_latents.py run the last one
 def test_greedy_tokens_of_a_batch(name):
     """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
     case = load(name)

@@ -19,17 +19,17 @@ def report(tmp_path):
 @pytest.mark.slow
 def test_ops_give_the_same_in_both_ways(report, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_scale, "ITERATIONS", 2)
-    monkeypatch.setattr(bench_scale, "OPS", {op: bench_scale.OPS[op] for op in ("paged_attention", "write_and_attend")})
+    monkeypatch.setattr(bench_scale, "OPS", {"paged_attention": bench_scale.OPS["paged_attention"]})
     shape = bench_scale.Shape(num_seqs=2, context=64, num_heads=8, num_kv_heads=4, num_new=32)
     bench_scale.run_ops(report, shape, [1, 4])
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert [(row["case"], row["contender"]) for row in rows] == [
-        *((f"{op}/tp=4", how) for op in ("paged_attention", "write_and_attend") for how in ("shard_map", "jit")),
+        *(("paged_attention/tp=4", how) for how in ("shard_map", "jit")),
         ("paged_attention/tp=1", "jit"),
     ]
     assert all(row["us"] > 0 and row["collectives"] == 0 for row in rows)
     sums = [row["sum"] for row in rows]
-    assert sums[0] == pytest.approx(sums[1], rel=1e-3) == pytest.approx(sums[4], rel=1e-2)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-3) == pytest.approx(sums[2], rel=1e-2)
 
 
 @pytest.mark.parametrize("op", bench_scale.OPS)
@@ -61,7 +61,8 @@ def test_ways_to_reduce_are_rows_of_a_model(report, monkeypatch):
     monkeypatch.setattr(bench_scale.harness, "compile_all", lambda cases: dict.fromkeys(cases))
     monkeypatch.setattr(bench_scale, "make_weights", lambda shapes, _: shapes)
     monkeypatch.setattr(bench_scale, "_measure_step", lambda _, model, weights, *case: {"xla": model.options(case[1])})
-    models = {"8b": scale_steps.MODELS["llama3-8b"]}
+    config = scale_steps.MODELS["llama3-8b"]
+    models = {"8b": dataclasses.replace(config, layers=config.layers[:2])}
     bench_scale.run_models(report, models, [1, 2], [3], 64, prompts=1, variants=["called", "nccl-recorded"])
     assert [(row["case"], row["contender"], len(row["xla"])) for row in report.rows] == [
         ("8b/tp=1/decode/3x64", "called", 0),
