@@ -74,6 +74,8 @@ OPS = {
 
 LATENT_OPS = [op for op in OPS if "latent_cache" in OPS[op][0]]
 DECODE_OPS = [op for op in OPS if OPS[op][0] in (DECODE, LATENT)]
+# XLA, which is what CPUs run, takes `paged_attention` for v1: whatever compiles every op leaves it out.
+COMPILED_OPS = [op for op in OPS if op != "paged_attention"]
 WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks", "write_to_latent_cache"]
 
 

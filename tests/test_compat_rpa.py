@@ -101,7 +101,7 @@ def test_a_donated_pool_is_read_and_written_in_place(name, platform):
 def test_the_program_for_a_gpu_copies_no_pool(tmp_path):
     """Nothing but bitcasts stands between the donated pool and the two kernels; there is no GPU here."""
     of_hopper = ["hopper-ragged", "hopper-decode-8-bits"]
-    calls = [("triton", name) for name in ("padded-lanes", "padded-hd64", "q-scale")]
+    calls = [("triton", name) for name in ("padded-hd64", "q-scale")]
     calls += [("mosaic_gpu", name) for name in of_hopper]
     for (_, name), facts in zip(calls, cuda_programs.described(calls, tmp_path), strict=True):
         assert facts["aliased"] == facts["pool"], name

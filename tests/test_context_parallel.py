@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import paged_jax
 from paged_jax import _dispatch
 from paged_jax.engine import Engine, SamplingParams
+from paged_jax.engine.sampling import Kind
 from tests import engine_model, test_partition
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS
@@ -22,7 +23,7 @@ from tests.every_op import OPS, pools_written
 from tests.test_partition import ARRAYS, NUM_BLOCKS, bind, place
 
 POOLS = "key_cache", "value_cache", "latent_cache"
-SPLIT_OPS = [op for op in OPS if op not in ("paged_attention_v2", "swap_blocks")]
+SPLIT_OPS = [op for op in OPS if op not in ("paged_attention_v2", "swap_blocks", "paged_attention")]
 
 
 def make_mesh(axis_type=AxisType.Auto):
@@ -325,10 +326,9 @@ def test_the_engine_takes_blocks_of_each_device_in_turn(weights):
     with pytest.raises(ValueError, match="num_host_blocks needs pools whose blocks are not split"):
         Engine(step, weights, caches, CONFIG)
     config = dataclasses.replace(CONFIG, num_host_blocks=0)
-    engine, reference = (
-        Engine(step, weights, caches, config, compiler_options=QUICK_COMPILE),
-        engine_model.Reference(weights, windows),
-    )
+    with engine_model.drawing(Kind.GREEDY):
+        engine = Engine(step, weights, caches, config, compiler_options=QUICK_COMPILE)
+    reference = engine_model.Reference(weights, windows)
     found = engine.generate(PROMPTS, SamplingParams(max_tokens=6))
     for prompt, (completion,) in zip(PROMPTS, found, strict=True):
         assert completion.token_ids == reference.greedy(prompt, 6)

@@ -45,6 +45,7 @@ def test_in_the_interpreter(op, case):
     test_mla.hold_ragged(case, run)
 
 
+@pytest.mark.slow
 def test_more_queries_than_said():
     """If a sequence has more queries than `max_query_len` says, the other sequences' results are still right."""
     sizes = {"seq_lens": (200, 300, 70), "query_lens": (3, 17, 2)}

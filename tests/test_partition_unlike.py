@@ -17,6 +17,8 @@ from tests.test_partition import (
     specs_of,
 )
 
+EXPLICIT = AxisType.Explicit
+
 
 def of_one_kv_head(names, arrays):
     """The same arrays with a single kv head, so that all query heads are one group."""
@@ -25,9 +27,14 @@ def of_one_kv_head(names, arrays):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("heads", [None, "tp"])
-@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "write_and_attend"])
+@pytest.mark.parametrize(
+    ("op", "heads", "axis_type"),
+    [
+        *(("paged_attention", heads, axis_type) for heads in (None, "tp") for axis_type in (AxisType.Auto, EXPLICIT)),
+        *(("ragged_paged_attention", "tp", axis_type) for axis_type in (AxisType.Auto, EXPLICIT)),
+        *(("write_and_attend", heads, EXPLICIT) for heads in (None, "tp")),
+    ],
+)
 def test_heads_of_one_kv_head_are_split(op, heads, axis_type):
     """Every device has the whole pools and some query heads. Every device writes the new tokens."""
     fun, names, arrays = bind(op)

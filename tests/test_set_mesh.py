@@ -14,8 +14,9 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 @pytest.mark.parametrize(
     ("axis_types", "name"),
     [
-        *(((EXPLICIT, EXPLICIT), name) for name in CALLS),
-        *(((AUTO, AUTO), name) for name in ("paged_attention", "copy_blocks", "merge_attention_states")),
+        # On a CPU `paged_attention` is v1; caches of 8 bits differ in a dtype.
+        *(((EXPLICIT, EXPLICIT), name) for name in CALLS if name not in ("paged_attention", "float8_e4m3fn")),
+        ((AUTO, AUTO), "paged_attention"),
         ((AUTO, EXPLICIT), "ragged_paged_attention"),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(axis_type.name for axis_type in x),

@@ -51,6 +51,7 @@ SLOT_SCALES = Case("slot-scales-on-a-wide-cache", 2, 1, 64, 16, "bfloat16", k_sc
 # GPUs alone run these cases, which combine the options of others in another way.
 ON_GPUS = {
     *("hnd-bfloat16", "hnd-e4m3", "nhd-float32", "nhd-int8", "vllm-float16", "vllm-bfloat16", "llama-3-8b", "long"),
+    *("vllm-e4m3", "shared-blocks", "sparse-negative-step"),
     *("huge-logits", "query-bfloat16-cache-float32", "query-float16-cache-bfloat16", "soft-cap", "unfilled-heads"),
 }
 CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP, UNFILLED, SLOT_SCALES]

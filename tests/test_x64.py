@@ -17,18 +17,12 @@ DECODE = [
     ("auto", test_mosaic_gpu.small("cluster", 4, 1, 80, 16, "float16", seq_lens=(600,), **ALL)),
     ("v2", test_mosaic_gpu.small("slots", 4, 4, 64, 32, "bfloat16", "int8", seq_lens=(700, 3), **ALL, **BY_SLOT)),
     ("v1", test_mosaic_gpu.small("vllm", 5, 1, 128, 16, "float16", "float8_e4m3fn", "vllm", **ALL, **BY_SLOT)),
-    ("v2", test_mosaic_gpu.small("vllm-wide", 5, 1, 64, 16, "float16", layout="vllm", seq_lens=(700, 3), **ALL)),
 ]
-RAGGED = [
-    test_mosaic_gpu_ragged.small("slots", 4, 2, 64, 16, "bfloat16", "int8", alibi=True, **BY_SLOT),
-    test_mosaic_gpu_ragged.small(
-        "many", 4, 2, 64, 16, "bfloat16", alibi=True, seq_lens=(20,) * 1100, query_lens=(1,) * 1100
-    ),
-]
-PREFIX = [
-    test_mosaic_gpu_ragged.small("all", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **ALL, **BY_HEAD),
-    test_mosaic_gpu_ragged.small("new-pattern", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 32, 1), **ALL),
-]
+LENS = {"seq_lens": (20,) * 1100, "query_lens": (1,) * 1100}
+RAGGED = test_mosaic_gpu_ragged.small("many-slots", 4, 2, 64, 16, "bfloat16", "int8", alibi=True, **LENS, **BY_SLOT)
+PREFIX = test_mosaic_gpu_ragged.small(
+    "all", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", block_sparse=Sparse(1, 3, 32, 1), **ALL, **BY_HEAD
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +38,7 @@ def lowered(trace):
 
 def some(cases):
     """Parameters; those that test little more than others are marked slow."""
-    few = ("cluster", "slots", "vllm-wide", "new-pattern", "all", "many", "vllm")
+    few = "cluster", "slots", "vllm"
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 
 
@@ -53,15 +47,15 @@ def test_decode_lowers(op, case):
     assert "@mosaic_gpu" in lowered(lambda on_device: test_mosaic_gpu.traced(op, case, on_device=on_device))
 
 
-@pytest.mark.parametrize("case", some(zip(RAGGED, strict=True)))
-def test_ragged_attention_lowers(case):
-    operands = test_mosaic_gpu_ragged.operands_of(case, inputs.make(case))
+@pytest.mark.slow
+def test_ragged_attention_lowers():
+    operands = test_mosaic_gpu_ragged.operands_of(RAGGED, inputs.make(RAGGED))
     assert "@mosaic_gpu" in lowered(lambda _: jax.jit(ragged.ragged_paged_attention).trace(*operands))
 
 
-@pytest.mark.parametrize("case", some(zip(PREFIX, strict=True)))
-def test_prefix_attention_lowers(case):
-    operands = test_mosaic_gpu_sparse.prefix_operands_of(case, inputs.make(case))
+@pytest.mark.slow
+def test_prefix_attention_lowers():
+    operands = test_mosaic_gpu_sparse.prefix_operands_of(PREFIX, inputs.make(PREFIX))
     assert "@mosaic_gpu" in lowered(lambda _: jax.jit(ragged.prefix_attention).trace(*operands))
 
 
