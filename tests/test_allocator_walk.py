@@ -386,6 +386,6 @@ class Walk(RuleBasedStateMachine):
 
 
 Walk.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None
+    max_examples=40, stateful_step_count=25, deadline=None, derandomize=True, database=None
 )
 TestRandomWalk = Walk.TestCase

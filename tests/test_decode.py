@@ -73,7 +73,7 @@ LIKE_OTHERS = {
 SLOW = LIKE_OTHERS | IN_RAGGED
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in SLOW, pytest.mark.slow_on_cpu))
 def test_decode(case, run):
     made = inputs.make(case)

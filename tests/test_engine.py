@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, TokenLogprob
 from paged_jax.engine.arrays import logits_at
 from paged_jax.engine.batch import StepShape
+from paged_jax.engine.sampling import Kind
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
@@ -320,7 +321,7 @@ def test_log_probabilities_of_the_drawn_tokens_alone():
         return jnp.where(jax.nn.one_hot(batch.token_ids[batch.logit_rows] + 1, 16) > 0, 0.0, -jnp.inf), caches
 
     caches = model.make_caches(8, 4)[:1]
-    config = EngineConfig(max_model_len=16, max_num_seqs=2, max_tokens_per_step=2, max_logprobs=0)
+    config = EngineConfig(16, 2, 2, decode_rows=(2,), mixed_tokens=(2,), max_logprobs=0, adjustments=False)
     engine = Engine(step, {}, caches, config, compiler_options=QUICK_COMPILE)
     ((result,),) = engine.generate([[1, 2]], SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0))
     assert result.prompt_logprobs == (TokenLogprob(2, 0.0),)
@@ -349,7 +350,8 @@ def test_a_narrow_cache_is_swapped(weights, dtype, k_scale, v_scale):
     """The host's cache has scales of its own: programs take those of the device with the caches that they update."""
     config = dataclasses.replace(CONFIG, max_num_seqs=2, decode_rows=(2,), preemption="swap", prefix_caching=False)
     caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
-    engine = Engine(model.step, weights, caches, config, compiler_options=QUICK_COMPILE)
+    with model.drawing(Kind.GREEDY):
+        engine = Engine(model.step, weights, caches, config, compiler_options=QUICK_COMPILE)
     prompts, params = [PROMPTS[7], PROMPTS[5]], SamplingParams(max_tokens=16)
     expected = engine.generate(prompts, params)
     assert engine.stats().num_swapped == 0

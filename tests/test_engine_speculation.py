@@ -11,6 +11,7 @@ import pytest
 
 from paged_jax import PagedKVCache
 from paged_jax.engine import Engine, EngineConfig, PromptLookup, SamplingParams
+from paged_jax.engine.sampling import Kind
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator
 from tests import engine_model as model
@@ -324,8 +325,10 @@ class Next:
     def __init__(self, size, proposer, seed=0):
         caches = (PagedKVCache.create(num_blocks=64, block_size=16, num_kv_heads=1, head_size=8),)
         self.logits = np.random.default_rng(seed).normal(size=(size, size)).astype(np.float32)
-        config = EngineConfig(64, 8, 32, decode_rows=(8,), mixed_tokens=(32,), max_draft_tokens=3, verify_tokens=(32,))
-        self.engine = Engine(self.step, jnp.asarray(self.logits), caches, config, seed=1, proposer=proposer)
+        sizes = {"decode_rows": (8,), "mixed_tokens": (32,), "verify_tokens": (32,)}
+        config = EngineConfig(64, 8, 32, **sizes, max_draft_tokens=3, adjustments=False)
+        with model.drawing(Kind.GREEDY, Kind.RANDOM):
+            self.engine = Engine(self.step, jnp.asarray(self.logits), caches, config, seed=1, proposer=proposer)
 
     @staticmethod
     def step(weights, caches, batch):

@@ -151,16 +151,9 @@ def test_greedy_tokens_of_a_batch(name):
 
 
 @pytest.mark.slow_on_cpu
-def test_greedy_tokens_of_single_prompts():
-    case = load("gemma2")
-    expected = [(tokens.tolist(), "length") for tokens in case.tokens]
-    assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected
-
-
-@pytest.mark.slow_on_cpu
-@pytest.mark.parametrize("name", ["llama_longrope", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_the_command_line_runs_a_folder(name, capsys):
-    """The prompts and answers of llama_longrope are short enough for its short list of factors."""
+def test_the_command_line_runs_a_folder(capsys):
+    """The prompts and answers of this model are short enough for its short list of factors."""
+    name = "llama_longrope"
     found = reference(name)
     texts = ["".join(chr(31 + token) for token in prompt) for prompt in (found.prompts[3], found.tokens[3])]
     argv = [

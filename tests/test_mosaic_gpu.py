@@ -77,14 +77,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 # Other cases test the same in other combinations, so the first of these are slow, and only GPUs run the others.
 MORE_INTERPRETED = {
-    *("v1-vllm", "v2-int8", "v2-slices"),
+    *("v1-vllm", "v2-int8", "v2-slices", "v2-window"),
     *("auto-vllm-int8", "auto-cluster-int8", "auto-heads-of-512", "auto-all-empty", "auto-ring"),
 }
 NOT_INTERPRETED = {
     *("auto-capped", "v2-vllm"),
     *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
     *("auto-cluster-in-slices", "auto-vllm-cluster", "v2-vllm-e5m2", "v2-sinks", "auto-large-blocks", "v1-slices"),
-    *("auto-vllm", "auto-e5m2", "v1-slot", "v1-e4m3"),
+    *("auto-vllm", "auto-e5m2", "v1-slot", "v1-e4m3", "auto-cluster"),
 }
 
 
@@ -171,7 +171,7 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 
 
 # Only GPUs run `ON_GPUS`; the other cases have each class of tiles and each option at least once. `MORE` are slow.
-MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3", "fold-queues", "fold-nhd"
+MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3", "fold-queues", "fold-nhd", "fold-nhd-e4m3"
 ON_GPUS = (
     *("uneven-int8", "waves", "line", "fold"),
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),

@@ -192,6 +192,7 @@ def test_items_that_are_not_there_are_not_merged(query_lens, queues, monkeypatch
     assert sorted(set(merged)) == (there if queues == 40 else [1, 3])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "window", "block_size", "cache_dtype"),
     [

@@ -138,7 +138,7 @@ FEW = {"seq_lens": (137, 0, 130, 70, 500, 150), "query_lens": (1, 0, 2, 4, 3, 2)
 @pytest.mark.slow
 def test_more_queries_than_said():
     """A sequence whose queries have more rows than a thin item gets several thin items."""
-    lens = {"seq_lens": (9, 0, 24, 70), "query_lens": (1, 0, 24, 2), "padding": 9}
+    lens = {"seq_lens": (9, 0, 40, 70), "query_lens": (1, 0, 40, 2), "padding": 9}
     case = small("more", 4, 2, 64, 16, "bfloat16", **lens)
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made, max_query_len=4), **TINY_TILES))

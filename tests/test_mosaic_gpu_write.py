@@ -44,7 +44,7 @@ ALL_WRITING = [
 
 # Attention alone has cases of large groups, "nhd" and clusters.
 ON_GPUS = "write-group", "write-nhd", "write-cluster", "write-unevenly-past-max"
-SLOW = "write-past-max", "write-waves"
+SLOW = "write-past-max", "write-waves", "write-uneven"
 
 
 @pytest.mark.parametrize(

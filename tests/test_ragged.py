@@ -27,7 +27,7 @@ def is_like_others(case):
     return case.name not in kept and (pairs is not None or case.name in LIKE_OTHERS or case.name in like_decode)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", marked(RAGGED_CASES, is_like_others, pytest.mark.gpu))
 def test_ragged_and_prefix(case, run):
     made = inputs.make(case)

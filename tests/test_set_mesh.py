@@ -10,7 +10,7 @@ from tests.test_flags import CALLS, call_of, is_op
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("axis_types", "name"),
     [

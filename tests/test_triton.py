@@ -49,14 +49,23 @@ INTERPRETED = [
     *("write-hnd-bfloat16", "fused-nhd-e5m2", "fused-unsplit", "split-everything", "latent-int8", "rpa-padded-rows"),
 ]
 INTERPRETED_TOO = [
-    *("hnd-bfloat16", "scale-negative", "vllm-e4m3", "max-seq-len", "all-empty", "query-float16-cache-bfloat16"),
-    *("all-of-it", "all-of-it-vllm", "cut", "scales-of-any-sign", "not-a-number", "many-sequences", "offsets"),
+    *(
+        "vllm-e4m3",
+        "all-empty",
+        "query-float16-cache-bfloat16",
+        "all-of-it",
+        "cut",
+        "scales-of-any-sign",
+        "not-a-number",
+        "many-sequences",
+        "offsets",
+    ),
     *("heads-of-328-int8", "sparse-negative-step", "sparse-partitions", "sparse-shifts", "edges"),
     *("write-hnd-int8", "write-nhd-float8_e5m2", "write-vllm-float8_e4m3fn", "copy-bfloat16"),
     *("fused-hnd-bfloat16", "fused-unfilled-heads", "fused-scale-on-a-wide-cache", "fused-large-group"),
     *("fused-vllm-int8", "fused-everything", "split-hnd-bfloat16"),
-    *("rpa-padded-lanes", "rpa-padded-hd64", "rpa-new-tokens-wider", "rpa-plain-packed", "rpa-padded-hd64-e5m2"),
-    *("rpa-q-scale", "latent-bfloat16", "latent-e4m3", "latent-float32", "latent-everything", "latent-all-of-it"),
+    *("rpa-padded-lanes", "rpa-new-tokens-wider", "rpa-plain-packed", "rpa-padded-hd64-e5m2"),
+    *("rpa-q-scale", "latent-e4m3", "latent-float32", "latent-everything", "latent-all-of-it"),
     *("latent-huge-logits", "split-latents"),
     *("moved-latents-bfloat16", "moved-latents-float8_e5m2", "moved-latents-int8"),
 ]

@@ -141,11 +141,12 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_decode_accepts(case):
+    """Arguments are refused when a call is traced. Other tests compute with these options."""
     arrays = decode_arrays(**ACCEPTED[case])
-    assert paged_jax.paged_attention(**arrays).shape == arrays["query"].shape
+    query = arrays.pop("query")
+    assert jax.eval_shape(lambda x: paged_jax.paged_attention(x, **arrays), query).shape == query.shape
 
 
 def test_a_bound_on_lengths_that_is_not_given_is_what_fits():
