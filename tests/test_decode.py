@@ -54,7 +54,8 @@ ON_GPUS = {
 # these, or cases with their options. What decode does by itself, the cases that stay have.
 IN_RAGGED = {
     *("alibi", "soft-cap", "sinks", "scale-traced", "sparse", "sparse-large-blocks", "huge-logits"),
-    *("values-near-overflow", "hnd-float16", "nhd-float32", "vllm-e4m3", "vllm-bfloat16"),
+    *("values-near-overflow", "hnd-float16", "nhd-float32", "vllm-e4m3", "vllm-bfloat16", "vllm-int8", "hnd-int8"),
+    *("heads-of-328-int8", "shared-blocks", "max-seq-len"),
 }
 ON_GPUS |= IN_RAGGED
 

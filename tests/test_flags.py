@@ -20,6 +20,7 @@ from tests.test_engine_parts import draws
 
 # Together those that look at results; without jit a call of each kind is enough.
 FLAGS = {"x64": ["jax_enable_x64"], "debug": ["jax_debug_nans", "jax_debug_infs"], "disable_jit": ["jax_disable_jit"]}
+FLAGS["x64 and debug"] = FLAGS["x64"] + FLAGS["debug"]  # for calls of many ops, which compile for long
 WITHOUT_JIT = "paged_attention_v2", "write_and_attend", "allocator"
 LOGITS = np.array([[-np.inf, 10.0, 20.0, 3.0], [1.0, 2.0, 3.0, 4.0]], np.float32)
 
@@ -129,7 +130,8 @@ def call_of(name):
         (name, flag)
         for name in CALLS
         for flag in FLAGS
-        if name in WITHOUT_JIT or flag == "x64" or (flag == "debug" and name != "paged_attention")  # which is v1 here
+        if (name in WITHOUT_JIT if flag == "disable_jit" else is_op(name) == (flag != "x64 and debug"))
+        and (name, flag) != ("paged_attention", "debug")  # which is v1 here
     ],
 )
 def test_everything_runs_under_every_flag(name, flag):

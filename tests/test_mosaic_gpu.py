@@ -171,11 +171,11 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 
 
 # Only GPUs run `ON_GPUS`; the other cases have each class of tiles and each option at least once. `MORE` are slow.
-MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3", "fold-queues", "fold-nhd", "fold-nhd-e4m3"
+MORE = "fold-vllm-int8", "fold-long-blocks", "line-e4m3", "fold-queues", "fold-nhd-e4m3"
 ON_GPUS = (
     *("uneven-int8", "waves", "line", "fold"),
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
-    *("fold-vllm", "fold-queues-vllm", "fold-queues-int8", "fold-nhd-e5m2"),
+    *("fold-vllm", "fold-queues-vllm", "fold-queues-int8", "fold-nhd-e5m2", "fold-nhd"),
 )
 
 

@@ -55,7 +55,7 @@ def test_queries_of_any_size_over_8_bits(implementation):
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "dtypes",
-    [("bfloat16", "float8_e4m3fn"), ("float16", "float16")],
+    [("bfloat16", "float8_e4m3fn"), pytest.param(("float16", "float16"), marks=pytest.mark.gpu)],
     ids="-".join,
 )
 def test_many_small_weights(dtypes, implementation):

@@ -163,8 +163,7 @@ SPLITS = [(op, None, "tp", AxisType.Auto) for op in COMPILED_OPS]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("paged_attention_v2", "write_and_attend", "swap_blocks")]
 SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in ("paged_attention_v1", "paged_attention_v2")]
 SPLITS += [("paged_attention_v1", "dp", None, axis_type) for axis_type in (AxisType.Auto, AxisType.Explicit)]
-SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
-SPLITS += [("mla_paged_attention", "dp", "tp", axis_type) for axis_type in (AxisType.Auto, AxisType.Explicit)]
+SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit), ("mla_paged_attention", "dp", "tp", AxisType.Auto)]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("ragged_mla_attention", "write_to_latent_cache")]
 SPLITS = [
     pytest.param(*each, marks=[pytest.mark.slow] * (i >= len(COMPILED_OPS) and i % 3 > 0))

@@ -13,7 +13,7 @@ from tests.test_partition import assert_nothing_is_exchanged, assert_same, bind,
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("op", "layout"),
-    [("paged_attention_v1", "hnd"), ("ragged_paged_attention", "nhd"), ("write_and_attend", "nhd")],
+    [("ragged_paged_attention", "hnd"), ("write_and_attend", "nhd")],
 )
 def test_options_are_split_with_their_heads(op, layout):
     fun, names, arrays = bind(op, ("alibi_slopes", "sinks", "k_scale", "v_scale"), layout=layout)
@@ -25,7 +25,7 @@ def test_options_are_split_with_their_heads(op, layout):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("op", ["paged_attention", "prefix_attention", "write_and_attend"])
+@pytest.mark.parametrize("op", ["prefix_attention", "write_and_attend"])
 def test_every_device_has_the_scales_of_a_whole_cache(op):
     fun, names, arrays = bind(op, ("k_scale", "v_scale"))
     scales = {"k_scale": np.float32(0.5), "v_scale": np.float32(2)}
@@ -42,8 +42,7 @@ def test_every_device_has_the_scales_of_a_whole_cache(op):
 @pytest.mark.parametrize(
     ("step", "stride", "heads"),
     [
-        *((1, 3, "tp"), (-1, 3, "tp"), (3, 4, "tp"), (-1, 4, "tp"), (1, 3, "dp"), (1, 3, ("tp", "dp"))),
-        (3, 3, ("tp", "dp")),
+        *((1, 3, "tp"), (-1, 4, "tp"), (1, 3, "dp"), (1, 3, ("tp", "dp")), (3, 3, ("tp", "dp"))),
     ],
 )
 def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, stride, heads):

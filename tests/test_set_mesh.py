@@ -8,14 +8,15 @@ from jax.sharding import AxisType
 from tests.test_flags import CALLS, call_of, is_op
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+# On a CPU `paged_attention` is v1; caches of 8 bits differ in a dtype; the others are lowered as another op is.
+LIKE_OTHERS = "paged_attention", "float8_e4m3fn", "swap_blocks", "write_to_latent_cache", "ragged_mla_attention"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("axis_types", "name"),
     [
-        # On a CPU `paged_attention` is v1; caches of 8 bits differ in a dtype.
-        *(((EXPLICIT, EXPLICIT), name) for name in CALLS if name not in ("paged_attention", "float8_e4m3fn")),
+        *(((EXPLICIT, EXPLICIT), name) for name in CALLS if name not in LIKE_OTHERS),
         ((AUTO, AUTO), "paged_attention"),
         ((AUTO, EXPLICIT), "ragged_paged_attention"),
     ],
