@@ -16,8 +16,13 @@ _UNCHECKED = {"sanitize_overflow": False}
 
 @contextlib.contextmanager
 def _types_are_kept(interpreter):
-    """Keeps what the interpreter otherwise makes anew for every operation: types of blocks, and shapes of tensors."""
+    """Keeps what the interpreter otherwise makes anew for every operation: types of blocks, and shapes of tensors.
+
+    It also looks no further at operands of one shape, and at values that are no compile-time constants.
+    """
     tl, core = interpreter.tl, importlib.import_module("triton.language.core")
+    semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
 
     def init(self, handle, type):
         if not hasattr(type, "kept"):
@@ -39,8 +44,19 @@ def _types_are_kept(interpreter):
             numpy_types[dtype.name] = original(dtype)
         return numpy_types[dtype.name]
 
+    def shape_of(type):
+        return getattr(type.shape, "values", type.shape) if type.is_block() else ()
+
+    def broadcast(self, lhs, rhs, original=semantic.broadcast_impl_value):
+        return (lhs, rhs) if shape_of(lhs.type) == shape_of(rhs.type) else original(self, lhs, rhs)
+
+    def unwrapped(value, original=core._unwrap_if_constexpr):
+        return value if type(value) in plain else original(value)
+
     with (
         mock.patch.object(core.tensor, "__init__", init),
+        mock.patch.object(core, "_unwrap_if_constexpr", unwrapped),
+        mock.patch.object(semantic, "broadcast_impl_value", broadcast),
         mock.patch.object(tl.block_type, "with_element_ty", with_element_ty),
         mock.patch.object(tl.block_type, "to_ir", lambda self, builder: self),
         mock.patch.object(interpreter, "_get_np_dtype", numpy_type),
