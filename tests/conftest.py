@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import tempfile
+import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax._src import lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -134,9 +136,21 @@ def implementation(request):
     return request.param
 
 
+def keep_whole(cache, key, program):
+    """Keeps a program in JAX's cache, in place of `LRUCache.put`: other processes find all of it or nothing."""
+    kept = f"{cache.path / key}{lru_cache._CACHE_SUFFIX}"
+    if not os.path.exists(kept):
+        part = f"{kept}.{os.getpid()}-{threading.get_ident()}"
+        Path(part).write_bytes(program)
+        os.replace(part, kept)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kept_programs(tmp_path_factory):
-    """A folder in which XLA's programs are kept: equal ones are compiled once in a run, whatever process needs them."""
+    """A folder in which XLA's programs are kept: equal ones are compiled once in a run, whatever process needs them.
+
+    Processes that tests start read all of them, and add those whose compilation takes a while.
+    """
     if has_gpu():
         yield
         return
@@ -145,12 +159,15 @@ def kept_programs(tmp_path_factory):
     options = {
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,  # small ones are most of them, and the same in many tests
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
     }
     for name, value in options.items():
         jax.config.update(name, value)
+    # Most programs are small, and the same in many tests: reading one takes a fifth of the time.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()  # which otherwise looks at these options once
-    with mock.patch.dict(os.environ, {name.upper(): str(value) for name, value in options.items()}):
+    environment = {name.upper(): str(value) for name, value in options.items()}
+    with mock.patch.dict(os.environ, environment), mock.patch.object(lru_cache.LRUCache, "put", keep_whole):
         yield
 
 
