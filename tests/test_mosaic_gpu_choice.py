@@ -254,6 +254,16 @@ def test_8_bits_fill_each_multiprocessor_twice(cache_dtype, splits):
     assert choose.balanced(sized_problem(1, 8, 4, cache_dtype), Device()).splits == splits
 
 
+@pytest.mark.parametrize(("num_seqs", "splits"), [(64, 1), (256, 0)])
+def test_many_rows_of_wide_tables_have_one_wave_of_programs(num_seqs, splits):
+    """The tables have 32768 columns of tokens, but rows may be short, and each further wave reads all lengths."""
+    problem = sized_problem(num_seqs, 8, 4, "bfloat16")
+    tuning = choose.balanced(problem, Device())
+    assert tuning.splits == splits
+    programs = Geometry(problem, tuning).num_programs
+    assert programs == (tuning.queues if splits == 0 else num_seqs * 8 // tuning.fold)
+
+
 @pytest.mark.parametrize(
     ("group", "columns", "sharing"), [(1, 8, 8), (2, 8, 4), (3, 8, 1), (6, 8, 1), (8, 8, 1), (12, 16, 1), (16, 16, 1)]
 )

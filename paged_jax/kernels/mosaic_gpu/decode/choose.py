@@ -58,6 +58,7 @@ _WORTH_A_LOOK_IF_IDLE = 20  # if the last wave of items would leave multiprocess
 _WORTH_A_LOOK_OF_8_BITS = 13  # over 8 bits, because one program alone computes too slowly there
 _NEARLY_FULL = 0.9  # programs that fill 90% of their waves count as filling the GPU
 _LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep their splits if all splits run at once
+_MOST_WAVES = 4  # more waves of splits never stay: each one starts programs and reads all lengths
 
 
 def unsplit(problem: Problem, gpu: Device) -> Tuning:
@@ -203,7 +204,8 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
     """Gives the batch a queue for each program that runs at once.
 
     If lengths turn out to be alike, splits may take less time than queues. So splits stay if they fill their waves, or
-    if items are short and all splits run at once. Over 8 bits, splits that take several waves never stay.
+    if items are short and all splits run at once. Over 8 bits, splits that take several waves never stay; over 16 bits,
+    those that take more than `_MOST_WAVES`.
     """
     geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
 
@@ -217,7 +219,8 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
     one_wave = num_splits <= kept.queues
     short = _item_time(geometry) <= (_LONG_ITEM_TIME_OF_8_BITS if eight_bit else _LONG_ITEM_TIME)
     fills = _fills(num_splits, kept.queues)
-    if (one_wave and (short or fills)) or (fills and not eight_bit):
+    few_waves = num_splits <= _MOST_WAVES * kept.queues
+    if (one_wave and (short or fills)) or (fills and few_waves and not eight_bit):
         return replace(kept, queues=min(num_splits, kept.queues))
     return with_queues(0, 2)
 
