@@ -50,8 +50,8 @@ MUTANTS_OF_PTX = [
     Mutant(
         "ptx: lanes zero rows of the next warp",
         "kernels/mosaic_gpu/ragged/ptx/tiles.py",
-        "stays = as_i32(arith.ori(is_kept, is_others))",
-        "stays = as_i32(is_kept)",
+        "_zero_row(tile_smem, row, arith.ori(is_kept, is_others), problem)",
+        "_zero_row(tile_smem, row, is_kept, problem)",
         _TESTS,
     ),
     Mutant(

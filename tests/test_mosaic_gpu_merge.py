@@ -60,9 +60,12 @@ def scalars(*values):
     return [np.int32(x) for x in values]
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(("of_kind", "splits"), [(0, 6), (1, 11)], ids=["wide", "thin"])
-def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
+@pytest.mark.parametrize(
+    ("of_kind", "splits", "together", "has_sinks"),
+    [(0, 6, 1, False), (0, 6, 2, True), (1, 11, 2, False), (1, 11, 2, True)],
+    ids=["wide", "wide-heads-together", "thin", "thin-sinks"],
+)
+def test_rows_of_ragged_attention(gpu, of_kind, splits, together, has_sinks):
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
     geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
     kind, problem = geometry.kinds[of_kind], geometry.problem
@@ -79,12 +82,13 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, has_sinks):
         gpu.put(np.full(shape[:-1], np.nan, np.float32)),
     )
     for number in range(-(-num_queries * 8 // geometry.merged_rows)):
-        group = scalars(number, num_queries * 8, first_token, query_tiles, splits, first_partial)
+        group = scalars(number, num_queries * 8, first_token, query_tiles, together, splits, first_partial)
         ragged_merge.merge_rows(refs, ragged_merge.RowGroup(*group), kind)
     expected = {}
     for token, head in np.ndindex(num_queries, 8):
         tile, of_tile = divmod(token, kind.tokens)
-        first = first_partial + (head // 4 * query_tiles + query_tiles - 1 - tile) * splits
+        later, kv_head = query_tiles - 1 - tile, head // 4
+        first = first_partial + (later * 2 + kv_head if together == 2 else kv_head * query_tiles + later) * splits
         at = slice(first, first + splits), of_tile // half, of_tile % half * 4 + head % 4
         expected[first_token + token, head] = merged(out[at], log_sums[at], SINKS[head] if has_sinks else None)
     assert any(np.isneginf(lse) for _, lse in expected.values())

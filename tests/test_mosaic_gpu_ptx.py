@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, rows, scan, tiles
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
-from tests.warpgroup import SHARED, THREADS, InLayout, OfWarps, Warpgroup
+from tests.warpgroup import GLOBAL, SHARED, THREADS, InLayout, OfWarps, Warpgroup
 
 HEAD_SIZES = 64, 80, 96, 128, 256  # rows of shared memory have swizzles of 32, 64 and 128 bytes
 BFLOAT16 = dtype_of("bfloat16")
@@ -43,7 +43,9 @@ def swizzled(array):
     """The bytes of rows [rows, head_size] of 16 bits in shared memory, as wgmma reads its operands."""
     num_rows, head_size = array.shape
     width = np.gcd(2 * head_size, 128)
-    chunks = np.ascontiguousarray(array).view(np.uint8).reshape(num_rows // 8, 8, -1, width // 16, 16)
+    chunks = (
+        np.ascontiguousarray(array).view(np.uint8).reshape(num_rows // 8, 8, 2 * head_size // width, width // 16, 16)
+    )
     placed = np.empty_like(chunks.swapaxes(1, 2))
     for i, row, column, lane in np.ndindex(chunks.shape[:-1]):
         placed[i, column, row, lane ^ (row * width // 128 % (width // 16))] = chunks[i, row, column, lane]
@@ -51,7 +53,9 @@ def swizzled(array):
 
 
 def assert_swizzled(smem, wanted):
-    np.testing.assert_array_equal(smem.get().view(np.uint8).reshape(-1), swizzled(wanted))
+    """Compares the first rows of shared memory."""
+    expected = swizzled(wanted)
+    np.testing.assert_array_equal(smem.get().view(np.uint8).reshape(-1)[: expected.size], expected)
 
 
 def item_of(**fields):
@@ -84,22 +88,61 @@ def test_gather(gpu):
 
 def test_sums(gpu):
     rng = np.random.default_rng(0)
-    sums = gpu.empty((3, 2 * THREADS + 1), np.float32, SHARED)
-    whole = rng.integers(0, 9, (2, THREADS))
-    arrays = {2: whole.astype(np.int32), 0: whole[::-1].astype(np.float32)}
+    sums = gpu.empty((3, 2 * THREADS + 5), np.int32, SHARED)
+    whole = rng.integers(-9, 9, (2, THREADS)).astype(np.int32)
+    arrays = {2: whole, 0: whole[::-1]}
     for i in range(2):
         scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS)
     for row, x in arrays.items():
-        np.testing.assert_array_equal(sums[row].view(x.dtype), np.cumsum([0, *x.reshape(-1)]))
+        np.testing.assert_array_equal(sums[row][: 2 * THREADS + 1], np.cumsum([0, *x.reshape(-1)]))
 
 
-@pytest.mark.parametrize("most", [3, 1 << 22, 2**31 - 1])
-def test_the_largest_come_first(gpu, most):
+def test_elements_are_stored(gpu):
+    stored, rng = gpu.empty((3, 2 * THREADS + 5), np.int32, SHARED), np.random.default_rng(0)
+    whole = rng.integers(0, 99, (2, THREADS)).astype(np.int32)
+    for i in range(2):
+        scan.store({1: whole[i], 2: -whole[i]}, stored, i * THREADS)
+    np.testing.assert_array_equal(stored.get()[1:, : 2 * THREADS], [whole.reshape(-1), -whole.reshape(-1)])
+
+
+def test_totals(gpu):
+    rng = np.random.default_rng(0)
+    first, second = gpu.empty((1, 4), np.float32, SHARED), gpu.empty((3, 4), np.float32, SHARED)
+    costs, items = rng.uniform(0, 9, THREADS).astype(np.float32), rng.integers(0, 1 << 22, THREADS).astype(np.int32)
+    np.testing.assert_allclose(scan.totals({0: costs}, first), [costs.sum()], rtol=1e-6)
+    found = scan.totals({1: items, 2: items // 2}, second)
+    np.testing.assert_allclose(found, [items.sum(), (items // 2).sum()], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("most", "count"), [(3, 128), (1 << 22, 128), (2**31 - 1, 128), (9, 50), (9, 3)])
+def test_the_largest_come_first(gpu, most, count):
     numbers = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
     numbers[[3, 77, 100]] = numbers.max()
-    unused, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
-    scan.largest_first(numbers, unused, order)
-    np.testing.assert_array_equal(order.get(), np.argsort(-np.minimum(numbers, (1 << 22) - 1), stable=True))
+    numbers[count:] = 0
+    values, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
+    rows, places = gpu.empty((3, THREADS + 5), np.int32, SHARED), scan.places_largest_first(numbers, values, count)
+    expected = np.argsort(-np.minimum(numbers, (1 << 22) - 1), stable=True)
+    moved = scan.moved({0: numbers, 2: -numbers}, places, rows, order)
+    np.testing.assert_array_equal(order.get(), expected)
+    np.testing.assert_array_equal(moved, [numbers[expected], -numbers[expected]])
+
+
+@pytest.mark.parametrize("space", [SHARED, GLOBAL])
+@pytest.mark.parametrize("last", [1, 31, 32, 33, 126])
+def test_the_number_of_sums_at_most(gpu, last, space):
+    sums = np.cumsum(np.random.default_rng(0).integers(0, 3, (3, THREADS)), axis=1).astype(np.int32)
+    sums_ref = gpu.put(sums, space)
+    for number in (0, 1, 50, 200):
+        assert scan.number_at_most(sums_ref, 1, last, np.int32(number)) == (sums[1, 1 : last + 1] <= number).sum()
+
+
+@pytest.mark.parametrize("shape", [(2 * THREADS + 5,), (3, THREADS + 5)], ids=["vector", "matrix"])
+def test_columns_are_copied(gpu, shape):
+    values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    count = shape[-1] - 5
+    copied = gpu.empty((*shape[:-1], count), np.int32)
+    scan.copy_columns(gpu.put(values, SHARED), copied, count)
+    np.testing.assert_array_equal(copied.get(), values[..., :count])
 
 
 def test_numbers_of_items_are_claimed_once(gpu):
@@ -134,7 +177,8 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
         assert gpu.is_fenced
         wanted, heads = np.zeros((64, head_size), BFLOAT16), slice(kv_head * group, kv_head * group + group)
         wanted[: num_tokens * group] = query.get()[first : first + num_tokens, heads].reshape(-1, head_size)
-        assert_swizzled(query_smem, wanted)
+        some = -(-num_tokens * group // 16) * 16  # the rows of warps that have a query
+        assert_swizzled(query_smem, wanted if kind.is_wide else wanted[:some])
 
         out, lse = values(rng, 64, head_size), rng.standard_normal(64).astype(np.float32)
         smem = rows.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
@@ -144,6 +188,19 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
             wanted = np.zeros(stored.shape, stored.dtype)
             wanted[first : first + num_tokens, heads] = x[: num_tokens * group].reshape(num_tokens, group, *x.shape[1:])
             np.testing.assert_array_equal(stored.get(), wanted)
+
+
+@pytest.mark.parametrize(("head_size", "first_token"), [(64, 0), (80, 5), (256, 36), (64, 43)])
+def test_rows_of_padding(gpu, head_size, first_token):
+    problem = kinds_of(head_size, 3)[1].geometry.problem
+    shape = problem.num_tokens, problem.num_heads, head_size
+    gmem = rows.Results(gpu.put(np.ones(shape, BFLOAT16)), gpu.put(np.ones(shape[:2], np.float32)))
+    for worker in range(3):
+        rows.clear_rows(gmem, np.int32(first_token), np.int32(worker), 3, problem)
+    for stored, value in zip(gmem, (0, -np.inf), strict=True):
+        wanted = np.ones(stored.shape, stored.dtype)
+        wanted[first_token:] = value
+        np.testing.assert_array_equal(stored.get(), wanted)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -187,6 +244,17 @@ def test_zero_rows(gpu, head_size, of_kind):
         tiles.zero_rows(smem, tiles.Range(np.int32(begin), np.int32(end)), first_rows, kind)
         assert gpu.is_fenced
         assert_swizzled(smem, np.where((row >= begin) & (row < end), tile, np.zeros_like(tile)))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_rows_are_zeroed_by_who_reads_them(gpu, head_size):
+    _, kind = kinds_of(head_size)
+    tile = values(np.random.default_rng(0), kind.tile, head_size) + np.array(100, BFLOAT16)
+    for end in (1, kind.tile // 2, kind.tile - 1, -5):
+        smem = gpu.put(swizzled(tile).view(BFLOAT16), SHARED)
+        tiles.zero_rows_from(smem, np.int32(end), kind)
+        assert gpu.is_fenced
+        assert_swizzled(smem, np.where(np.arange(kind.tile)[:, None] < end, tile, np.zeros_like(tile)))
 
 
 @pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])

@@ -93,10 +93,11 @@ def test_there_is_room_for_all_partial_results(of_kind):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("padding", [0, 200])
 @pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
-def test_the_longest_items_come_first(query_lens):
-    """The last items of a call are short. Sequences of equal length keep their order."""
-    lens = (300, 900, 0, 4000, 900, 140, 20_000)
+def test_the_longest_items_come_first(query_lens, padding):
+    """The last items of a call are short. Sequences of equal length keep their order, as do those without queries."""
+    lens, query_lens = (300, 900, 0, 4000, 900, 140, 20_000) + (0,) * padding, query_lens + (0,) * padding
     geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
     most_cost = dict.fromkeys(range(len(lens) + 1), 0)
     for kind in geometry.kinds:
@@ -109,6 +110,48 @@ def test_the_longest_items_come_first(query_lens):
     assert len(set(most_cost.values())) > 3
 
 
+@pytest.mark.parametrize(("last", "is_ordered"), [(127, True), (128, False)])
+def test_sequences_keep_their_order_if_many_have_queries(last, is_ordered):
+    lens, query_lens = [0] * 150, [0] * 150
+    for seq, seq_len in ((0, 100), (5, 900), (last, 3000)):
+        lens[seq], query_lens[seq] = seq_len, 1
+    _, counts, _ = planned(query_lens, lens, 8, 2, 64, None, table_width=250, num_programs=4)
+    assert np.asarray(counts.order)[:3].tolist() == ([last, 5, 0] if is_ordered else [0, 1, 2])
+
+
+def test_sequences_keep_their_order_if_all_items_begin_at_once():
+    _, counts, _ = planned((1, 1, 1), (100, 300, 200), 8, 2, 64, None, num_programs=6)
+    assert np.asarray(counts.order).tolist() == [0, 1, 2, 3]
+    _, counts, _ = planned((1, 1, 1), (100, 300, 200), 8, 2, 64, None, num_programs=5)
+    assert np.asarray(counts.order).tolist() == [1, 2, 0, 3]
+
+
+def test_wide_items_are_split_to_fill_their_last_wave():
+    """The 256 items of 1031 queries would have a third wave, because a few programs decode."""
+    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
+    wide = geometry.kinds[0]
+    assert int(count.total(Counted.ITEMS, wide, counts)) == 2 * 8 * 32
+    geometry, counts, _ = planned((4096,), (4096,), 32, 8, 128, None, table_width=4096, num_programs=132)
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 128
+
+
+@pytest.mark.parametrize("tiles", [6, 12, 20, 216])
+def test_few_heads_are_read_at_a_time(tiles):
+    """Items of up to two waves, or of up to one, alternate between heads, and begin with their last query tile."""
+    num_tokens = 8 * tiles
+    geometry, counts, lengths = planned((num_tokens,), (num_tokens,), 5 * 16, 5, 64, None, num_programs=12)
+    kind = geometry.kinds[0]
+    tiles = num_tokens // kind.tokens
+    found = jax.jit(jax.vmap(lambda i: plan.find(i, counts, lengths, kind)))(jnp.arange(5 * tiles, dtype=jnp.int32))
+    heads = min(5, max(1, (2 if 5 * tiles <= 8 * 12 else 1) * 12 // tiles))
+    expected = []
+    for first in range(0, 5, heads):
+        group = range(first, min(first + heads, 5))
+        expected += [(tile * kind.tokens, head) for tile in reversed(range(tiles)) for head in group]
+    assert np.stack([found.first_token, found.kv_head], 1).tolist() == [list(x) for x in expected]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
@@ -118,7 +161,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     lens = (seq_len,) * num_seqs
     geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
     num_items = int(count.total(Counted.ITEMS, geometry.kinds[1], counts))
-    assert num_items - 8 == 8 * num_seqs * splits  # 8 items are padding
+    assert num_items == 8 * num_seqs * splits
 
 
 @pytest.mark.sampled(1)
@@ -135,7 +178,8 @@ def test_all_rows_of_split_items_are_merged(shape):
 
 def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
-    geometry, counts, lengths = planned((1,), (89 * 128,), 32, 8, 128, None, table_width=2048, num_programs=132)
+    shape, tuning = (32, 8, 128, None), {"num_programs": 132, "least_thin_split": 16}
+    geometry, counts, lengths = planned((1,), (89 * 128,), *shape, table_width=2048, **tuning)
     kind = geometry.kinds[1]
     items = [jax.tree.map(int, plan.find(jnp.int32(i), counts, lengths, kind)) for i in range(11)]
     assert {item.kv_head for item in items} == {0}
@@ -167,12 +211,9 @@ def test_items_cover_each_row_and_token_once(shape):
         assert len(found) <= kind.num_partials
     assert any(partials)
     positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
-    for token in range(sum(query_lens) + 3):
+    for token in range(len(positions)):
         for head in range(shape[1]):
             spans = sorted(span for span in seen.pop((token, head)) if span[0] < span[1])
-            if token >= len(positions):  # padding
-                assert not spans
-                continue
             assert all(one[1] == following[0] for one, following in itertools.pairwise(spans))
             assert spans[0][0] <= max(0, positions[token] + 1 - (shape[3] or 1000))
             assert spans[-1][1] > positions[token]

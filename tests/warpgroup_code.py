@@ -139,7 +139,7 @@ class Run:
     def llvm_inline_asm(self, op, operands, where):
         code = ir.StringAttr(op.attributes["asm_string"]).value
         constraints = ir.StringAttr(op.attributes["constraints"]).value.split(",")
-        outs = [x[1:] for x in constraints if x.startswith("=")]
+        outs = [x.lstrip("=&") for x in constraints if x.startswith("=")]
         results = _Ptx(self.gpu, where).run(code, outs, operands)
         if not op.results:
             return []
@@ -198,6 +198,10 @@ class _Ptx:
             self.gpu.is_fenced = True
         elif op.startswith("shfl"):
             self.shift_up(parts, operands)
+        elif op == "vote.sync.ballot.b32":
+            assert self.value(operands[2])[0] == _ALL_LANES
+            votes = self.registers[operands[1]].reshape(4, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+            self.registers[operands[0]] = np.repeat(votes.sum(axis=1), 32).astype(np.uint32)
         elif op.startswith("redux"):
             assert (parts[1], parts[3], self.value(operands[2])[0]) == ("sync", "s32", _ALL_LANES)
             reduce = {"add": np.add, "max": np.maximum}[parts[2]].reduce
@@ -267,6 +271,11 @@ def _instruction(op: str, values):
     name, *parts = op.split(".")
     kind = parts[-1]
     as_kind = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32, "f32": np.float32}
+    if op == "setp.le.and.s32":
+        x, y = (np.asarray(v, np.uint32).view(np.int32) for v in values[:2])
+        return (x <= y) & values[2]
+    if op == "popc.b32":
+        return np.bitwise_count(values[0]).astype(np.uint32)
     if name == "setp":
         x, y = (np.asarray(v, np.uint32).view(as_kind[kind]) for v in values)
         return {"eq": np.equal, "ne": np.not_equal, "lt": np.less}[parts[0]](x, y)

@@ -13,3 +13,7 @@ def number_after(number, unclaimed, kind, refs):
 def store_fields(fields_smem, row, values):
     for i, value in enumerate(values):
         fields_smem[row, i] = value
+
+
+def prefetch_block(tables_gmem, seq, column):
+    """Changes no result."""

@@ -19,7 +19,10 @@ def _merge_row(refs, group, row, kind):
     geometry, problem, partials = kind.geometry, kind.geometry.problem, refs.partials
     token, head = row // problem.num_heads, row % problem.num_heads
     tile, of_tile = token // kind.tokens, token % kind.tokens
-    item = (head // problem.group) * group.query_tiles + group.query_tiles - 1 - tile
+    kv_head, together = head // problem.group, group.heads_together
+    first_head = kv_head // together * together
+    heads = jnp.minimum(together, problem.num_kv_heads - first_head)
+    item = first_head * group.query_tiles + (group.query_tiles - 1 - tile) * heads + kv_head - first_head
     first = group.first_partial + item * group.splits
     index = of_tile // geometry.half_tokens, of_tile % geometry.half_tokens * problem.group + head % problem.group
 

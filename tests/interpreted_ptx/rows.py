@@ -39,6 +39,13 @@ def store_rows(smem, gmem, rows, kind):
         gmem.lse[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
 
 
+def clear_rows(gmem, first_token, worker, workers, problem):
+    @pl.loop(first_token + worker, problem.num_tokens, step=workers)
+    def _(token):
+        gmem.out[token] = jnp.zeros(gmem.out.shape[1:], gmem.out.dtype)
+        gmem.lse[token] = jnp.full(gmem.lse.shape[1:], -jnp.inf, jnp.float32)
+
+
 def store_partial(partial_gmem, out, num_tokens, geometry):
     old = partial_gmem[...]
     exists = jnp.arange(WGMMA_ROWS)[:, None] < num_tokens * geometry.problem.group

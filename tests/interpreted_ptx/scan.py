@@ -17,5 +17,30 @@ def sums_before(arrays, sums_smem, first):
         sums_smem[row, first + WARPGROUP] = before + x.sum(dtype=x.dtype)
 
 
-def largest_first(values, values_smem, order_smem):
-    order_smem[...] = jnp.argsort(-values, stable=True)
+def store(arrays, arrays_smem, first):
+    for row, x in arrays.items():
+        arrays_smem[row, pl.ds(first, WARPGROUP)] = x
+
+
+def totals(arrays, sums_smem):
+    return [x.sum().astype(jnp.float32) for x in arrays.values()]
+
+
+def places_largest_first(values, values_smem, count):
+    return jnp.argsort(jnp.argsort(-values, stable=True), stable=True).astype(jnp.int32)
+
+
+def moved(arrays, places, arrays_smem, order_smem):
+    order = jnp.argsort(places, stable=True)
+    order_smem[...] = order
+    moved = [x[order] for x in arrays.values()]
+    store(dict(zip(arrays, moved, strict=True)), arrays_smem, 0)
+    return moved
+
+
+def copy_columns(from_smem, to_gmem, count):
+    to_gmem[...] = from_smem[..., :count]
+
+
+def number_at_most(sums_ref, row, last, number):
+    return (sums_ref[row, 1 : last + 1] <= number).sum(dtype=jnp.int32)

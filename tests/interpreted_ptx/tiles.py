@@ -21,6 +21,12 @@ def zero_rows(tile_smem, kept, first_row, kind):
     plgpu.commit_smem()
 
 
+def zero_rows_from(tile_smem, end, kind):
+    rows = tile_smem[...]
+    tile_smem[...] = jnp.where(jnp.arange(kind.tile)[:, None] < end, rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
+
+
 def convert_rows(raw_smem, tile_smem, first_row, kind):
     own = pl.ds(first_row, kind.rows_of_warp)
     tile_smem[own] = raw_smem[own].astype(tile_smem.dtype)

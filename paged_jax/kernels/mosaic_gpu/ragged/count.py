@@ -1,32 +1,34 @@
 """Counts a batch's work: items, partial results and merges of each sequence.
 
-Programs claim items in an order of the sequences. Up to 126 sequences are sorted: those with the costliest items come
-first. Then the last items are short, and all programs end at about the same time (benchmarks/LOG.md, "The longest
-first"). More sequences keep their order, because even the longest is short compared with the work of a program.
+Programs claim items in an order of the sequences. If only the first 128 sequences have queries, they are sorted: those
+with the costliest items come first. Then the last items are short, and all programs end at about the same time
+(benchmarks/LOG.md, "The longest first"). More sequences keep their order, because even the longest is short compared
+with the work of a program. So do sequences whose items all begin at once.
 
 Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
-batch; each of its threads counts one sequence at a time. That took less than 1 us, where XLA's kernels took 5 us
-(benchmarks/LOG.md, "Counting and order"). One program stores the counts for the merge kernel. For more sequences, XLA
+batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us (benchmarks/LOG.md, "Counting
+and order"). No program loads anything before it has counted, so each instruction of the count delays the whole call
+(benchmarks/LOG.md, "The start of a call"). One program stores the counts for the merge kernel. For more sequences, XLA
 counts before the kernel.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
-from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
+_MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
 
 
 class _Totals(NamedTuple):
@@ -57,74 +59,107 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     """Counts the work in XLA, unless the kernel counts it."""
     if geometry.tuning.counts_in_kernel:
         return Counts(*[jnp.zeros((1,), jnp.int32)] * len(Counts._fields))
-    ends = jnp.append(query_start_loc[1:], geometry.problem.num_tokens)
+    ends = jnp.append(query_start_loc[1:], query_start_loc[-1])
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
 
     def sum_up(arrays):
-        return [_sums_before(x)[-1] for x in arrays]
+        return [x.sum().astype(jnp.float32) for x in arrays]
 
     totals = _Totals.of(sum_up(_costs(sequences, kind) for kind in geometry.kinds_there))
-    shares, order = _shares(sequences, totals, sum_up, geometry), jnp.zeros((1,), jnp.int32)
+    may_order = (sequences.query_len[WARPGROUP:] == 0).all()
+    shares, begin_at_once = _shares([sequences], totals, may_order, sum_up, geometry)
+    order = jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
-        order = jnp.argsort(-_most_cost(sequences, shares, geometry), stable=True)
+        keeps_order = begin_at_once | ~may_order
+        order = jnp.argsort(jnp.where(keeps_order, 0, -_most_cost(sequences, shares, geometry)), stable=True)
         sequences = Sequence(*(x[order] for x in sequences))
     counts = _counts(sequences, shares, geometry)
     none = jnp.zeros_like(sequences.first_token)
     table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
-    return Counts(_sums_before(table), order, _wide_programs(totals, geometry)[None])
+    is_summed = jnp.arange(len(table))[:, None] % len(Counted) != Counted.SPLITS
+    table = jnp.where(is_summed, _sums_before(table), jnp.pad(table, ((0, 0), (0, 1))))
+    return Counts(table, order, _wide_programs(totals, geometry)[None])
 
 
 def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     """Counts the work in shared memory, unless XLA has counted it."""
     if not geometry.tuning.counts_in_kernel:
         return refs.inputs_gmem.counts
-    smem, lengths_gmem, end = refs.smem, refs.inputs_gmem.lengths, geometry.count_columns
+    smem = refs.smem
+    parts = [_sequences(part, refs, geometry) for part in range(geometry.count_columns // WARPGROUP)]
+    kinds = geometry.kinds_there
 
-    def sum_up(arrays, first=0):
-        scan.sums_before(dict(enumerate(arrays)), smem.counted, first)
-        return [smem.counted[row, end] for row in range(len(arrays))]
+    def sum_up(arrays):
+        return scan.totals(dict(enumerate(arrays, len(kinds) + 1)), smem.counted)
 
-    for first in range(0, end, WARPGROUP):
-        sequences = _sequences(scan.iota() + first, lengths_gmem, geometry)
-        totals = _Totals.of(sum_up([_costs(sequences, kind) for kind in geometry.kinds_there], first))
-    shares = _shares(sequences, totals, sum_up, geometry)
+    sums = [_over_parts(functools.partial(_costs, kind=kind), parts) for kind in kinds]
+    if len(parts) > 1:
+        sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), parts[1:]))
+    sums = scan.totals(dict(enumerate(sums)), smem.counted)
+    totals, may_order = _Totals.of(sums[: len(kinds)]), sums[-1] == 0 if len(parts) > 1 else True
+    shares, begin_at_once = _shares(parts, totals, may_order, sum_up, geometry)
+    counts = [_counts(part, shares, geometry) for part in parts]
     if geometry.orders_sequences:
-        scan.largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, smem.order)
-    for first in range(0, end, WARPGROUP):
-        seq = scan.iota() + first
-        if geometry.orders_sequences:
-            seq = plgpu.load(smem.order, layout=scan.LAYOUT)
-        scan.sums_before(_counts(_sequences(seq, lengths_gmem, geometry), shares, geometry), smem.table, first)
+        keeps_order = begin_at_once | ~may_order if len(parts) > 1 else begin_at_once
+        counts[0] = _ordered(parts[0], counts[0], shares, keeps_order, refs, geometry)
+
+    def sum_up_before(what: tuple[Counted, ...]):
+        for part, columns in enumerate(counts):
+            some = {row: x for row, x in columns.items() if row % len(Counted) in what}
+            scan.sums_before(some, smem.table, part * WARPGROUP)
+
+    for part, columns in enumerate(counts):
+        if part > 0 or not geometry.orders_sequences:
+            splits = {row: x for row, x in columns.items() if row % len(Counted) == Counted.SPLITS}
+            scan.store(splits, smem.table, part * WARPGROUP)
+    sum_up_before((Counted.ITEMS, Counted.PARTIALS))
     smem.wide_programs[0] = _wide_programs(totals, geometry)
     if geometry.merges:
         last = geometry.tuning.num_programs - 1  # its first item is the shortest, so it has the most time
-        pl.when(lax.axis_index("program") == last)(lambda: _leave_counts(refs, geometry))
+
+        @pl.when(lax.axis_index("program") == last)
+        def leave_counts():
+            sum_up_before((Counted.MERGES,))
+            _leave_counts(refs, geometry)
+
     return Counts(smem.table, smem.order, smem.wide_programs)
 
 
+def _ordered(
+    sequences: Sequence, counts: dict[int, Array], shares: _Shares, keeps_order: Any, refs: Refs, geometry: Geometry
+) -> dict[int, Array]:
+    """Moves the counts of each of the first 128 sequences to the thread at its place in the order."""
+
+    def places():
+        most_cost, count = _most_cost(sequences, shares, geometry), min(geometry.problem.num_seqs + 1, WARPGROUP)
+        return scan.places_largest_first(most_cost, refs.smem.ordered_by, count)
+
+    own = lax.cond(keeps_order, scan.iota, places)
+    moved = scan.moved(counts, own, refs.smem.table, refs.smem.order)
+    return dict(zip(counts, moved, strict=True))
+
+
 def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """Sums a count of this kind over all sequences and the padding."""
+    """Sums a count of this kind over all sequences."""
     return before(what, jnp.int32(kind.geometry.problem.num_seqs + 1), kind, counts)
 
 
 def sequence_at(ordinal: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
     """The index of the sequence at position `ordinal` of the order."""
-    return counts.order[ordinal] if geometry.orders_sequences else ordinal
+    if not geometry.orders_sequences:
+        return ordinal
+    first = counts.order[lax.min(ordinal, jnp.int32(WARPGROUP - 1))]
+    return first if geometry.count_columns == WARPGROUP else jnp.where(ordinal < WARPGROUP, first, ordinal)
 
 
 def before(what: Counted, ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
-    """Sums a count of this kind over the sequences before position `ordinal` of the order."""
+    """Sums a count of this kind over the sequences before position `ordinal` of the order; `SPLITS` are of that one."""
     return counts.table[_row(what, kind), ordinal]
 
 
-def num_splits(ordinal: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
+def num_splits(ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
     """The number of splits of each item of the sequence at position `ordinal` of the order."""
-    if not kind.may_split:
-        return jnp.int32(1)
-    items = before(Counted.ITEMS, ordinal + 1, kind, counts) - before(Counted.ITEMS, ordinal, kind, counts)
-    num_kv_heads = kind.geometry.problem.num_kv_heads
-    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if kind.has_several else jnp.int32(num_kv_heads)
-    return at_least(lax.div(items, unsplit), 1)
+    return at_least(before(Counted.SPLITS, ordinal, kind, counts), 1) if kind.may_split else jnp.int32(1)
 
 
 def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
@@ -133,6 +168,8 @@ def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Sca
     Returns the sequence's position in the order, or num_seqs + 1 if there is no such element.
     """
     num_seqs = kind.geometry.problem.num_seqs
+    if kind.geometry.tuning.counts_in_kernel:
+        return scan.number_at_most(counts.table, _row(what, kind), num_seqs + 1, number)
     ordinal = jnp.int32(0)  # the last position whose elements are known to begin at or before `number`
     step = 1 << (num_seqs + 1).bit_length()
     while step := step // 2:
@@ -158,38 +195,59 @@ def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
 
 
-def _thin_items(sequences: Sequence, share: Any, geometry: Geometry) -> Array:
-    """Counts the thin items that see a tile, in each sequence, if a split costs about `share`."""
-    _, thin = geometry.kinds
-    items = query_tiles(sequences, thin) * splits_of(sequences, share, thin) * geometry.problem.num_kv_heads
-    return jnp.where(most_tiles(sequences, thin) > 0, items, 0).astype(jnp.float32)  # sums of integers might overflow
+def _over_parts(count: Callable[[Sequence], Array], parts: list[Sequence]) -> Array:
+    """Sums a count over the parts of the batch, for each thread."""
+    return functools.reduce(jnp.add, [count(part) for part in parts])
 
 
-def _shares(sequences: Sequence, totals: _Totals, sum_up: Callable, geometry: Geometry) -> _Shares:
-    """Computes target costs of splits: about total work / programs. Thin splits may cost less if sequences are sorted.
+def _items(sequences: Sequence, share: Any, kind: ItemKind) -> Array:
+    """Counts the items of a kind that see a tile, in each sequence, if a split costs about `share`."""
+    items = query_tiles(sequences, kind) * splits_of(sequences, share, kind) * kind.geometry.problem.num_kv_heads
+    return jnp.where(most_tiles(sequences, kind) > 0, -at_least(-items, -_MOST_ITEMS), 0)
 
-    For thin splits, the candidate in `THIN_SHARES` wins whose last wave is fullest. If all items took equally long,
-    programs would take ceil(items / programs) waves; the candidate with the least waves / (items / programs) wins.
+
+def _shares(
+    parts: list[Sequence], totals: _Totals, may_order: Any, sum_up: Callable, geometry: Geometry
+) -> tuple[_Shares, Any]:
+    """Computes target costs of splits: about total work / programs, or less if the sequences may be ordered.
+
+    Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
+    them took equally long, programs would take ceil(items / programs) waves.
+
+    Also returns whether all items that see a tile begin at once, one in each program.
     """
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
-    even, *candidates = [lax.max(share * part, jnp.float32(geometry.tuning.least_split)) for part in THIN_SHARES]
+    wide_programs = _wide_programs(totals, geometry)
+    costs = {
+        kind: [lax.max(share * part, jnp.float32(kind.least_split)) for part in kind.shares]
+        for kind in geometry.kinds_there
+    }
     if not geometry.orders_sequences:
-        return _Shares(even, even)
-    even_items, *items = sum_up([_thin_items(sequences, share, geometry) for share in (even, *candidates)])
-    programs = at_least(geometry.tuning.num_programs - _wide_programs(totals, geometry), 1)
-    thin, least = even, _waves_per_share(even_items, programs)
-    for candidate, number in zip(candidates, items, strict=True):
-        waves = _waves_per_share(number, programs)
-        thin, least = jnp.where(waves < least, candidate, thin), lax.min(waves, least)
-    return _Shares(even, thin)
+        return _Shares(*[costs[kind][0] if kind in costs else share for kind in geometry.kinds]), False
+    every = [functools.partial(_items, share=cost, kind=kind) for kind in costs for cost in costs[kind]]
+    numbers = iter(sum_up([_over_parts(items, parts) for items in every]))
+    chosen, begin_at_once = {}, True
+    for kind, (best, *others) in costs.items():
+        programs = wide_programs if kind.is_wide else geometry.tuning.num_programs - wide_programs
+        programs, total = at_least(programs, 1).astype(jnp.float32), totals.wide if kind.is_wide else totals.thin
+        number = next(numbers)
+        least = _time_of(number, total, programs, kind)
+        for cost in others:
+            other = next(numbers)
+            time = _time_of(other, total, programs, kind)
+            is_less = (time < least) & may_order
+            best, number, least = (jnp.where(is_less, x, y) for x, y in ((cost, best), (other, number), (time, least)))
+        chosen[kind], begin_at_once = best, begin_at_once & (number <= programs)
+    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once
 
 
-def _waves_per_share(items: Any, programs: Any) -> Any:
-    """ceil(items / programs) / (items / programs): 1 if the last wave is full."""
-    share = lax.max(items, jnp.float32(1)) / programs.astype(jnp.float32)
-    waves = share.astype(jnp.int32)
-    waves = waves + (waves.astype(jnp.float32) < share).astype(jnp.int32)
-    return waves.astype(jnp.float32) / share
+def _time_of(items: Any, cost: Any, programs: Any, kind: ItemKind) -> Any:
+    """The time that so many equal items take, which cost so much together."""
+    items = lax.max(items, jnp.float32(1))
+    share = items * (1 / programs)
+    waves = share.astype(jnp.int32).astype(jnp.float32)
+    waves += (waves < share).astype(jnp.float32)
+    return waves * (cost * (1 / items) + kind.item_cost)
 
 
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
@@ -217,6 +275,7 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
         counts[_row(Counted.ITEMS, kind)] = items * splits
         counts[_row(Counted.PARTIALS, kind)] = jnp.where(splits > 1, items * splits, 0)
         counts[_row(Counted.MERGES, kind)] = jnp.where(splits > 1, merges, 0)
+        counts[_row(Counted.SPLITS, kind)] = splits
     return counts
 
 
@@ -233,23 +292,20 @@ def _sums_before(x: Array) -> Array:
     return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
 
 
-def _sequences(seq: Array, lengths_gmem: Lengths, geometry: Geometry) -> Sequence:
-    """The sequences of these indices, one in each thread. Index num_seqs is the padding; higher ones are empty."""
+def _sequences(part: int, refs: Refs, geometry: Geometry) -> Sequence:
+    """The sequences from `part` * 128 on, one in each thread; those from index num_seqs on are empty."""
+    seq, lengths_gmem = scan.iota() + part * WARPGROUP, refs.inputs_gmem.lengths
     num_seqs = geometry.problem.num_seqs
     start = scan.gather(lengths_gmem.query_start_loc, seq, num_seqs)
     end = scan.gather(lengths_gmem.query_start_loc, seq + 1, num_seqs)
     seq_len = scan.gather(lengths_gmem.seq_lens, seq, num_seqs - 1)
-    end = jnp.where(seq == num_seqs, geometry.problem.num_tokens, end)
-    query_len = jnp.where(seq > num_seqs, 0, lax.max(end - start, jnp.zeros_like(start)))
+    query_len = jnp.where(seq < num_seqs, lax.max(end - start, jnp.zeros_like(start)), 0)
     return Sequence(start, query_len, jnp.where(seq < num_seqs, seq_len, 0))
 
 
 def _leave_counts(refs: Refs, geometry: Geometry) -> None:
     """Stores the counts in global memory, for the merge kernel."""
-    counts_gmem = refs.outputs_gmem.counts
+    counts_gmem, smem = refs.outputs_gmem.counts, refs.smem
     if geometry.orders_sequences:
-        counts_gmem.order[...] = plgpu.load(refs.smem.order, layout=scan.LAYOUT)
-    for first in range(0, geometry.count_columns, WARPGROUP):
-        columns = pl.ds(first, WARPGROUP)
-        for row in range(2 * len(Counted)):
-            counts_gmem.table[row, columns] = plgpu.load(refs.smem.table.at[row, columns], layout=scan.LAYOUT)
+        scan.copy_columns(smem.order, counts_gmem.order, WARPGROUP)
+    scan.copy_columns(smem.table, counts_gmem.table, geometry.count_columns)

@@ -15,9 +15,19 @@ LOADING_WARPS = 4
 NO_ITEM, WIDE, THIN = range(3)
 """Values of `Item.kind`. A wide item has up to 2 * `WGMMA_ROWS` query rows, a thin one up to `WGMMA_ROWS`."""
 
-THIN_SHARES = (1.0, 0.6)
-"""Candidate costs of a thin split, as fractions of total work / programs."""
+_WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
+"""Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
 
+_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
+"""The number of splits is truncated after one of these is added.
+
+Wide items: it is rounded up from a fraction of 1/8 on. Thin items: it is rounded to the nearest integer, because other
+thin items fill the end of the call.
+"""
+
+_WIDE_ITEM_COST = 10  # of a wide item's beginning, end and merge: as much as its products with some 300 tokens
+
+_MOST_ORDERED = 4 * WARPGROUP - 2  # sequences of which the first 128 may be ordered
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
@@ -134,8 +144,12 @@ class Geometry:
 
     @property
     def orders_sequences(self) -> bool:
-        """Whether a warpgroup sorts the sequences, so that those with the costliest items come first."""
-        return self.problem.num_seqs > 1 and self.count_columns == WARPGROUP
+        """Whether the sequences with the costliest items come first, if only the first 128 have queries.
+
+        A thread of a warpgroup compares one sequence with all others. More of them keep their order: even the longest
+        is short compared with the work of a program, and sorting takes longer.
+        """
+        return 1 < self.problem.num_seqs <= _MOST_ORDERED
 
     # The merge of split items.
 
@@ -188,6 +202,20 @@ class ItemKind:
         return self.is_wide or self.takes_all
 
     @property
+    def may_divide_heads(self) -> bool:
+        """Whether some sequences may have so many query tiles that not all kv heads' items alternate."""
+        problem = self.geometry.problem
+        query_tiles = pl.cdiv(problem.max_query_len, self.tokens)
+        return self.has_several and query_tiles * problem.num_kv_heads > 2 * self.geometry.tuning.num_programs
+
+    @property
+    def most_items(self) -> int:
+        """An upper bound of the number of items, and of an item's tiles."""
+        problem = self.geometry.problem
+        items = problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs) + self.num_partials
+        return max(items + 2 * self.geometry.tuning.num_programs, problem.max_seq_len)
+
+    @property
     def halves(self) -> int:
         """Halves of an item; each has up to `WGMMA_ROWS` rows."""
         return 2 if self.is_wide else 1
@@ -204,6 +232,15 @@ class ItemKind:
         """Tokens of a tile."""
         tuning = self.geometry.tuning
         return tuning.tile if self.is_wide else tuning.thin_tile
+
+    @property
+    def zeroes_when_read(self) -> bool:
+        """Whether the warpgroup that reads a tile of V zeroes its rows past the end.
+
+        Otherwise the loading warpgroup waits for the tile, and loads nothing meanwhile. Thin items of short contexts
+        would lose most. Wide items have no registers left for this.
+        """
+        return not self.is_wide and self.geometry.has_whole_tiles
 
     @property
     def tiles_per_wide_tile(self) -> int:
@@ -293,24 +330,39 @@ class ItemKind:
     def num_partials(self) -> int:
         """An upper bound of the number of partial results of all split items.
 
-        Let a share be total work / programs. A wide item is split only if it costs more than a share, so fewer items
-        than programs are split. An item that costs x shares has fewer than x + 1 splits. All split items together cost
-        no more than `programs` shares, so they have fewer than 2 * programs splits.
-
-        A thin item that costs x of its own shares is split only if x is 1.5 or more. It has at most x + 0.5 splits, and
-        so at most 4/3 * x. The least share of thin items is min(THIN_SHARES) times total work / programs.
+        An item that costs x targets has x + rounded splits, truncated. It is split only if x is 2 - rounded or more, so
+        it has at most 2 / (2 - rounded) * x splits. The least target is the least share times total work / programs,
+        and all items together cost no more than total work.
         """
-        problem, programs, most_splits = self.geometry.problem, self.geometry.tuning.num_programs, self._most_splits
-        if most_splits <= 1:
+        problem, tuning = self.geometry.problem, self.geometry.tuning
+        tiles = pl.cdiv(problem.max_seq_len, self.tile) + (1 if problem.prefix else 0)
+        most_splits = pl.cdiv(tiles * self.tile_cost, self.least_split)
+        if not self.may_exist or most_splits <= 1:
             return 0
+        most = math.ceil(2 / (2 - self.rounded) / min(self.shares) * tuning.num_programs)
         if self.is_wide:
-            return 2 * programs if self.may_exist else 0
-        most = math.ceil(4 / 3 / min(THIN_SHARES) * programs)
+            return most
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
         return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits)
 
     @property
-    def _most_splits(self) -> int:
-        """An upper bound of the number of splits of one item."""
-        tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.problem.prefix else 0)
-        return pl.cdiv(tiles * self.tile_cost, self.geometry.tuning.least_split)
+    def shares(self) -> tuple[float, ...]:
+        """Candidate costs of a split, as fractions of total work / programs. Without an order only even shares are."""
+        shares = _WIDE_SHARES if self.is_wide else _THIN_SHARES
+        return shares if self.geometry.orders_sequences else shares[:1]
+
+    @property
+    def rounded(self) -> float:
+        """What is added to the number of splits before it is truncated."""
+        return _WIDE_ROUNDED if self.is_wide else _THIN_ROUNDED
+
+    @property
+    def item_cost(self) -> float:
+        """The cost of a further item when shares are compared."""
+        return _WIDE_ITEM_COST if self.is_wide else 0.0
+
+    @property
+    def least_split(self) -> int:
+        """The least target cost of a split."""
+        tuning = self.geometry.tuning
+        return tuning.least_split if self.is_wide else min(tuning.least_split, tuning.least_thin_split)

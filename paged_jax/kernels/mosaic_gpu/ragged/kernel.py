@@ -38,6 +38,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.ragged import items, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 
 _LOADS = 2  # the warpgroup that loads; the others compute
@@ -68,12 +69,22 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        _clear_padding(refs, geometry)
         _attend_to_items(refs, geometry)
 
     @pl.when(warpgroup == _LOADS)
     def load():
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         ragged_load.load_items(refs, geometry)
+
+
+def _clear_padding(refs: Refs, geometry: Geometry) -> None:
+    """Stores out 0 and lse -inf in the rows past the last sequence, while the first item is on its way."""
+    inputs, outputs = refs.inputs_gmem, refs.outputs_gmem
+    problem, programs = geometry.problem, geometry.tuning.num_programs
+    first = lax.clamp(jnp.int32(0), inputs.lengths.query_start_loc[problem.num_seqs], jnp.int32(problem.num_tokens))
+    worker = lax.axis_index("warpgroup") * programs + lax.axis_index("program")
+    rows.clear_rows(rows.Results(outputs.out, outputs.lse), first, worker, _LOADS * programs, problem)
 
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:

@@ -101,13 +101,16 @@ class _ItemLoader:
 
         One loop loads the tiles in three parts, and its steps also do the work between the parts. So the kernel
         contains the code that loads tiles only once (benchmarks/LOG.md, "The code between tiles").
+
+        The first part is one tile. While memory is busy, asking for a second one takes longer than the products with
+        the first one, and they wait for the query's signal (benchmarks/LOG.md, "The start of a call").
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
             pl.when(taken.is_item)(tiles.begin_raw)
         if self.kind.geometry.tuning.queries == 1:  # the query overwrites the results of the item before
             pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
-        first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item.num_tiles)
+        first, begun = lax.min(item.num_tiles, jnp.int32(1)), self._tiles_before_next(item.num_tiles)
 
         def begin_next():
             return self._begin_next(taken, items_before, tiles_before + item.num_tiles)
@@ -137,7 +140,7 @@ class _ItemLoader:
         of the previous item no longer occupy the shared memory of the next query.
         """
         if self.kind.is_wide:
-            return lax.min(num_tiles, jnp.int32(self._first_tiles))
+            return lax.min(num_tiles, jnp.int32(2 if self.kind.geometry.has_whole_tiles else 1))
         return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
 
     def number_after(self, number: Scalar) -> Scalar:
@@ -155,6 +158,9 @@ class _ItemLoader:
 
         @pl.when(exists)
         def begin():
+            if geometry.problem.block_sparse is None:  # the first tiles' copies wait for their blocks' numbers
+                block = lax.div(item.origin, jnp.int32(geometry.problem.block_size))
+                claims.prefetch_block(self.refs.inputs_gmem.block_tables, item.seq, block)
             if geometry.tuning.queries > 1:
                 self._load_query(item, items_before)
             items.describe(item, tiles_before, items_before, smem)
@@ -175,14 +181,6 @@ class _ItemLoader:
             rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
         elif geometry.divides_queries:  # each warpgroup divides a copy of its own in place
             rows.load_queries(query_gmem, query_smem.at[stage, 1], first, self.kind)
-
-    @property
-    def _first_tiles(self) -> int:
-        """The number of tiles that are loaded before the item's query is signalled; in wide items, also before a claim.
-
-        If this warpgroup works on tiles, as in a conversion, the query does not wait for a second tile.
-        """
-        return 2 if self.kind.geometry.has_whole_tiles else 1
 
     def _finish_query(self, items_before: Scalar) -> None:
         """Waits for the copy of an item's query, and signals it."""

@@ -90,6 +90,9 @@ class TileLoader:
 
     def load_range(self, begin: Scalar, end: Scalar) -> None:
         """Loads the tiles begin <= number < end. Warps work independently where they can."""
+        if self.kind.zeroes_when_read:
+            self._for_tiles_by_warps(begin, end, 0, self._copy_whole_tile)
+            return
         if self.kind.geometry.has_whole_tiles:
             whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
             self._for_tiles_by_warps(begin, whole, 0, self._copy_whole_tile)

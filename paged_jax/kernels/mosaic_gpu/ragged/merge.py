@@ -17,6 +17,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
@@ -53,29 +54,34 @@ def merge(geometry: Geometry, refs: MergeRefs) -> None:
 
 def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
     refs = jax.tree.unflatten(tree, arrays)
-    for kind, partials in zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True):
-        if kind.may_split:
-            _merge_kind(partials, refs, kind)
+    partials = dict(zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True))
+    # All totals are loaded before the first one is needed: often nothing is split.
+    totals = {kind: count.total(Counted.MERGES, kind, refs.counts) for kind in geometry.kinds if kind.may_split}
+    for kind, total in totals.items():
+        _merge_kind(total, partials[kind], refs, kind)
 
 
-def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
-    """Merges all split items of one kind."""
+def _merge_kind(total: Scalar, partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
+    """Merges all split items of one kind, which are `total` groups of rows."""
     problem, counts = kind.geometry.problem, refs.counts
     lengths_gmem = Lengths(refs.seq_lens, refs.query_start_loc)
     row_refs = ptx.RowRefs(partials, refs.sinks, refs.out, refs.lse)
     program, step = lax.axis_index("program"), kind.geometry.tuning.merge_programs
+    num_items = count.total(Counted.ITEMS, kind, counts)
 
-    @pl.loop(program, count.total(Counted.MERGES, kind, counts), step=step)
+    @pl.loop(program, total, step=step)
     def merge_group(number):
         ordinal = count.search(number, Counted.MERGES, kind, counts)
         seq = count.sequence_at(ordinal, counts, kind.geometry)
         sequence = sequences.sequence_of(seq, lengths_gmem, problem)
+        query_tiles = sequences.query_tiles(sequence, kind)
         group = ptx.RowGroup(
             number=number - count.before(Counted.MERGES, ordinal, kind, counts),
             num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
             first_token=sequence.first_token + sequences.first_query(sequence, kind),
-            query_tiles=sequences.query_tiles(sequence, kind),
-            splits=count.num_splits(ordinal, sequence, kind, counts),
+            query_tiles=query_tiles,
+            heads_together=sequences.heads_together(query_tiles, num_items, kind),
+            splits=count.num_splits(ordinal, kind, counts),
             first_partial=count.before(Counted.PARTIALS, ordinal, kind, counts),
         )
         ptx.merge_rows(row_refs, group, kind)

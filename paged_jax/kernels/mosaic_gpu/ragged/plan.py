@@ -6,13 +6,13 @@ The query tokens of a sequence are cut into tiles. A work item is such a tile wi
     thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows and take alternate tiles of K and V
 
 Only the last query tile of a sequence may be thin. But if `max_query_len` is small, all query tiles are thin, which
-halves the kernel's code. The padding, which are the rows past the last sequence, counts as one more sequence without
-tokens in the cache; its items write zeros.
+halves the kernel's code. Rows past the last sequence are padding; they are in no item, and `kernel.py` clears them.
 
-The items of each kind are numbered: by sequence in the order of `count.py`, then by kv head, then by query tile. The
-last query tile of a head comes first, because it sees most tokens. An item that costs more than a share of all work is
-cut into splits of the context, and each split is an item of its own. `count.py` chooses the share and counts the items
-before each sequence.
+The items of each kind are numbered: by sequence in the order of `count.py`, then by groups of kv heads, then by query
+tile, then by kv head. The last query tile comes first, because it sees most tokens. A group has as few heads as fill
+one or two waves of programs, so that few heads are in L2 at a time, and the last items are short. An item that costs
+more than a share of all work is cut into splits of the context, and each split is an item of its own. `count.py`
+chooses the share and counts the items before each sequence.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
+from paged_jax.kernels.mosaic_gpu.hopper.integers import MOST_EXACT, Scalar, at_least, cdiv, quotient
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
@@ -80,23 +80,26 @@ class _Context(NamedTuple):
 def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
     """Describes item number `number`; its kind is NO_ITEM if there is no such item."""
     problem = kind.geometry.problem
-    exists = number < count.total(Counted.ITEMS, kind, counts)
+    num_items = count.total(Counted.ITEMS, kind, counts)
+    exists = number < num_items
     ordinal = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
     seq = count.sequence_at(ordinal, counts, kind.geometry)
     sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-    splits = count.num_splits(ordinal, sequence, kind, counts)
+    splits = count.num_splits(ordinal, kind, counts)
     of_sequence = number - count.before(Counted.ITEMS, ordinal, kind, counts)
-    split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
+    unsplit = _quotient(of_sequence, splits, kind)
+    split = of_sequence - unsplit * splits
     if kind.has_several:
-        query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
-        query_tile, kv_head = query_tiles - 1 - lax.rem(unsplit, query_tiles), lax.div(unsplit, query_tiles)
+        query_tile, kv_head = _tile_and_head(
+            unsplit, at_least(sequences.query_tiles(sequence, kind), 1), num_items, kind
+        )
     else:
         query_tile, kv_head = jnp.int32(0), unsplit
     first = sequences.first_query(sequence, kind) + query_tile * kind.tokens
     num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
     position = sequence.seq_len - sequence.query_len + first
     context = _context(sequence, position, num_tokens, kv_head, kind)
-    tiles_each = lax.div(context.num_tiles + splits - 1, splits)
+    tiles_each = _quotient(context.num_tiles + splits - 1, splits, kind)
     first_tile = lax.min(split * tiles_each, context.num_tiles)
     partial = jnp.int32(WHOLE)
     return Item(
@@ -122,6 +125,23 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         if kind.may_split
         else partial,
     )
+
+
+def _tile_and_head(number: Scalar, query_tiles: Scalar, num_items: Scalar, kind: ItemKind) -> tuple[Scalar, Scalar]:
+    """The query tile and the kv head of an item of a sequence."""
+    heads, first_head = jnp.int32(kind.geometry.problem.num_kv_heads), jnp.int32(0)
+    if kind.may_divide_heads:
+        together = sequences.heads_together(query_tiles, num_items, kind)
+        group = _quotient(number, together * query_tiles, kind)
+        first_head, number = group * together, number - group * (together * query_tiles)
+        heads = lax.min(together, heads - first_head)
+    later_tiles = _quotient(number, heads, kind) if kind.may_divide_heads else lax.div(number, heads)
+    return query_tiles - 1 - later_tiles, first_head + (number - later_tiles * heads)
+
+
+def _quotient(x: Scalar, y: Scalar, kind: ItemKind) -> Scalar:
+    """x // y for numbers of items and of tiles, where x >= 0 and y > 0."""
+    return quotient(x, y) if kind.most_items < MOST_EXACT else lax.div(x, y)
 
 
 def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: Scalar, kind: ItemKind) -> _Context:

@@ -10,10 +10,10 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
 _ITEM_FIELDS = 16  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
@@ -21,11 +21,12 @@ _OTHER_MEMORY = 12 * 1024  # bytes for barriers, padding and reductions
 
 
 class Counted(enum.IntEnum):
-    """The counts of each sequence, for each kind of work items."""
+    """The counts of each sequence, for each kind of work items. The table holds sums of all of them but `SPLITS`."""
 
     ITEMS = 0  # items; each split counts as one
     PARTIALS = 1  # partial results of split items
     MERGES = 2  # groups of `Geometry.merged_rows` rows that are merged together
+    SPLITS = 3  # splits of each item
 
 
 class Signal(enum.IntEnum):
@@ -42,10 +43,10 @@ class Counts(NamedTuple):
     """The counts of the batch: arrays on the host, references on the device.
 
     Attributes:
-      table: i32 [2 * len(Counted), >= num_seqs + 2]: exclusive prefix sums over the sequences in their order. Rows are
-        the members of `Counted` for wide items, and then for thin ones.
-      order: i32 [>= num_seqs + 1]: the sequences, those with the costliest items first; index num_seqs is the padding.
-        Not read unless `Geometry.orders_sequences`.
+      table: i32 [2 * len(Counted), >= num_seqs + 2], of the sequences in order: exclusive prefix sums, and splits.
+        Rows are the members of `Counted` for wide items, and then for thin ones.
+      order: i32 [>= 128]: the first 128 sequences, those with the costliest items first. Not read unless
+        `Geometry.orders_sequences`.
       wide_programs: i32 [1]: the number of programs that begin with wide items.
     """
 
@@ -129,7 +130,7 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     claimed: Ref  # [1], the number of the item that was claimed last
-    counted: Ref  # if the kernel counts: prefix sums of costs, then of thin items by `THIN_SHARES`
+    counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
     keys: TileRing
     ordered_by: Ref  # [WARPGROUP], the sort keys of sequences
@@ -241,7 +242,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
     raw_ready = copied = ABSENT
     if geometry.converts_tiles:
         raw_ready = plgpu.Barrier(num_arrivals=runs, num_barriers=kind.raw_stages)
-    else:
+    elif not kind.zeroes_when_read:
         copied = plgpu.Barrier(num_arrivals=runs)
     return TileBarriers(
         keys_consumed=consumed,
@@ -267,8 +268,10 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
     if not geometry.tuning.counts_in_kernel:
         return Counts(ABSENT, ABSENT, ABSENT), ABSENT, ABSENT
     columns = geometry.count_columns
-    table = plgpu.SMEM((2 * len(Counted), columns + 1), jnp.int32)
-    counted = plgpu.SMEM((max(len(geometry.kinds), len(THIN_SHARES)), columns + 1), jnp.float32)
+    warps = WARPGROUP // WARP
+    table = plgpu.SMEM((2 * len(Counted), columns + 1 + warps), jnp.int32)
+    rows = 1 + sum(1 + len(kind.shares) for kind in geometry.kinds_there)
+    counted = plgpu.SMEM((rows, warps), jnp.float32)
     order = plgpu.SMEM((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
     return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, order
 

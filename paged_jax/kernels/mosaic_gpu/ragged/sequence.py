@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div, quotient
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
-# The number of splits is truncated after one of these is added. Wide items: it is rounded up from a fraction of 1/8 on.
-# Thin items: it is rounded to the nearest integer, because other thin items fill the end of the call.
-_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
+_FEW_WAVES = 8  # more waves of items leave little idle at their end
 
 
 class Sequence(NamedTuple):
@@ -28,11 +26,10 @@ class Sequence(NamedTuple):
 
 
 def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Sequence:
-    """The sequence of this index. Index num_seqs is the padding; higher ones are empty."""
+    """The sequence of this index; indices from num_seqs on are of empty sequences."""
     num_seqs, starts_gmem = problem.num_seqs, lengths_gmem.query_start_loc
     start = starts_gmem[lax.min(index, jnp.int32(num_seqs))]
     end = starts_gmem[lax.min(index + 1, jnp.int32(num_seqs))]
-    end = jnp.where(index == num_seqs, problem.num_tokens, end)
     seq_len = lengths_gmem.seq_lens[lax.min(index, jnp.int32(num_seqs - 1))]
     return Sequence(start, at_least(end - start, 0), jnp.where(index < num_seqs, seq_len, 0))
 
@@ -41,7 +38,7 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
     """The number of a sequence's query tiles of this kind.
 
     A sequence has any number of wide query tiles, and then at most one thin one. But if the batch has thin items only,
-    a sequence has any number of thin query tiles. The rows of padding, too, may fill several of these.
+    a sequence has any number of thin query tiles.
     """
     if kind.takes_all:
         return cdiv(sequence.query_len, kind.tokens)
@@ -50,6 +47,19 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
     if kind.is_wide:
         return whole + (left_over > half).astype(jnp.int32)
     return ((left_over > 0) & (left_over <= half)).astype(jnp.int32)
+
+
+def heads_together(query_tiles: Any, num_items: Any, kind: ItemKind) -> Any:
+    """The number of kv heads whose items alternate; `num_items` is of all sequences.
+
+    As few heads as have items for two waves of programs, or for one if the batch has many waves: few heads are then in
+    L2 at a time, and the last ones still end with short items.
+    """
+    num_kv_heads, programs = kind.geometry.problem.num_kv_heads, kind.geometry.tuning.num_programs
+    if not kind.may_divide_heads:
+        return jnp.int32(num_kv_heads)
+    items = jnp.where(num_items <= _FEW_WAVES * programs, 2 * programs, programs)
+    return -at_least(-at_least(quotient(items, at_least(query_tiles, 1)), 1), -num_kv_heads)
 
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
@@ -74,8 +84,7 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
     """The number of splits of each of a sequence's items, so that a split costs about `share`."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
-    rounded = _WIDE_ROUNDED if kind.is_wide else _THIN_ROUNDED
-    return at_least((cost * (1 / share) + rounded).astype(jnp.int32), 1)
+    return at_least((cost * (1 / share) + kind.rounded).astype(jnp.int32), 1)
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:

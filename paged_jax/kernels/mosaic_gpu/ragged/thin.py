@@ -17,7 +17,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import items, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -110,6 +110,10 @@ class _ThinTiles:
         weighed = lax.cond(is_plain, lambda: weigh(True), lambda: weigh(False))
         out = lanes.rescaled(out, weighed.rescale)
         plgpu.barrier_wait(barriers.values_ready.at[stage])
-        out = products.accumulate(out, weighed.weights, tile_of(smem.values.tiles, stage, self.kind))
+        values_smem = tile_of(smem.values.tiles, stage, self.kind)
+        if self.kind.zeroes_when_read:  # the weights of these rows are 0, but 0 * NaN is NaN
+            end = plan.rank_of(span.values_end, span.pattern, self.kind.geometry) - span.rank
+            pl.when(end < self.kind.tile)(lambda: tiles.zero_rows_from(values_smem, end, self.kind))
+        out = products.accumulate(out, weighed.weights, values_smem)
         plgpu.barrier_arrive(barriers.values_consumed.at[stage])
         return State(out, *weighed.totals)

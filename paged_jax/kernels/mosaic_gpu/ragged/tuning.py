@@ -13,7 +13,9 @@ class Tuning:
       thin_tile: tokens of K or V in a tile of thin items; it divides `tile`.
       stages: tiles of wide items in the ring of K; the ring of V has the same number.
       queries: the number of items whose queries fit into shared memory at a time.
-      least_split: the least target cost of a split. 64 tokens of K and V cost 1 for thin items and 2 for wide ones.
+      least_split: the least target cost of a wide split. 64 tokens of K and V cost 1 for thin items and 2 for wide
+          ones.
+      least_thin_split: the least target cost of a thin split, if it is less than `least_split`.
       counts_in_kernel: whether each program counts the batch's work in the kernel; otherwise XLA counts it before.
       merge_programs: thread blocks of the kernel that merges split items.
     """
@@ -24,6 +26,7 @@ class Tuning:
     stages: int = 2
     queries: int = 2
     least_split: int = 16
+    least_thin_split: int = 4
     counts_in_kernel: bool = True
     merge_programs: int = 528
 

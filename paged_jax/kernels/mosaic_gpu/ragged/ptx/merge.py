@@ -36,6 +36,7 @@ class RowGroup(NamedTuple):
     num_rows: Scalar  # the sequence's rows in split items of this kind
     first_token: Scalar  # the row of the query that holds the first token of these items
     query_tiles: Scalar  # the sequence's query tiles of this kind
+    heads_together: Scalar  # kv heads whose items alternate
     splits: Scalar  # the splits of each item
     first_partial: Scalar  # the first partial result of the sequence's first item
 
@@ -96,9 +97,11 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
     of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
-    of_kv_head = arith.muli(kv_head, group.query_tiles)
-    # A head's last query tile comes first.
-    item = add(of_kv_head, arith.subi(arith.subi(group.query_tiles, i32(1)), tile))
+    first_head = arith.muli(arith.divui(kv_head, group.heads_together), group.heads_together)
+    heads = arith.minsi(group.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
+    later_tiles = arith.subi(arith.subi(group.query_tiles, i32(1)), tile)  # the last query tile comes first
+    of_group = add(arith.muli(later_tiles, heads), arith.subi(kv_head, first_head))
+    item = add(arith.muli(first_head, group.query_tiles), of_group)
     partial = add(group.first_partial, arith.muli(item, group.splits))
     return _Row(exists, column, token, head, partial, of_partial)
 

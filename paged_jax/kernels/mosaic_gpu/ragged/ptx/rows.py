@@ -23,6 +23,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     add,
     address,
     as_i32,
+    as_index,
     assembly,
     bytes_of,
     div,
@@ -35,13 +36,14 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 
 CHUNK = 16  # bytes of one copy of a thread
+_ROWS_OF_WARP = WGMMA_ROWS // (WARPGROUP // WARP)  # of S and O
 
 
 class QueryRows(NamedTuple):
@@ -68,7 +70,9 @@ class Chunk(NamedTuple):
 
 
 def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKind) -> None:
-    """Starts the copies of query rows to 64 rows of shared memory; rows without a query become 0.
+    """Starts the copies of query rows to 64 rows of shared memory.
+
+    Rows without a query become 0; of a thin item, only those whose warp has rows with a query.
 
     The products see them after `finish_copies` and a barrier.
     """
@@ -117,6 +121,46 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
         _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
 
     store(*smem, *gmem, *rows)
+
+
+def clear_rows(gmem: Results, first_token: Scalar, worker: Scalar, workers: int, problem: Problem) -> None:
+    """Stores out 0 and lse -inf in a worker's share of the rows from `first_token` on.
+
+    A worker is a warpgroup; there are `workers` of them. A thread stores 16 bytes of a row at a time.
+    """
+    row_bytes = 2 * problem.head_size
+    chunks = row_bytes // CHUNK
+    rows_at_once = WARPGROUP // chunks
+
+    @inline(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
+    def clear(_, out_gmem, lse_gmem, first_token, worker):
+        thread, first = thread_index_read_again(), mul(first_token.registers.item(), problem.num_heads)
+        own, column = div(thread, chunks), rem(thread, chunks)
+        out = add(address(out_gmem), bytes_of(column, CHUNK))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, column, i32(0))
+        end = i32(problem.num_tokens * problem.num_heads)
+        begin = add(first, mul(worker.registers.item(), rows_at_once))
+        loop = scf.ForOp(*map(as_index, (begin, end, i32(workers * rows_at_once))))  # pyright: ignore[reportCallIssue]
+        with ir.InsertionPoint(loop.body):
+            row = add(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), own)
+            exists = arith.andi(less(row, end), less(own, i32(rows_at_once)))
+            assembly(
+                "{ .reg .pred e; setp.ne.b32 e, $0, 0; @e st.global.v4.b32 [$1], {$2, $2, $2, $2}; }",
+                "r,l,r",
+                as_i32(exists),
+                add(out, bytes_of(row, row_bytes)),
+                i32(0),
+            )
+            assembly(
+                "{ .reg .pred e; setp.ne.b32 e, $0, 0; @e st.global.b32 [$1], $2; }",
+                "r,l,r",
+                as_i32(arith.andi(exists, is_first)),
+                add(address(lse_gmem), bytes_of(row, 4)),
+                i32(-(1 << 23)),  # the bits of -inf
+            )
+            scf.yield_([])
+
+    clear(*gmem, first_token, worker)
 
 
 def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
@@ -179,10 +223,11 @@ def swizzled_offset(row, column, problem: Problem):
 
 
 def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
-    """Calls `do` with each of this thread's chunks: those of all 64 rows, or only those of rows with a query.
+    """Calls `do` with each of this thread's chunks: those of rows with a query and, with `all_rows`, those after them.
 
-    A thin item may have few rows, so its code is a loop. A wide item nearly always has all rows, so its code is
-    unrolled, for all 64 rows.
+    A thin item may have few rows, so its code is a loop. It leaves out the rows of warps without a query: nobody reads
+    their results, and a warp's rows do not change other warps' rows. A wide item nearly always has all rows, so its
+    code is unrolled, for all 64 rows.
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
     chunks_per_row = row_bytes // CHUNK
@@ -196,7 +241,9 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
         for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
             do_chunk(row, column)
         return
-    num_rows = i32(WGMMA_ROWS) if all_rows else mul(rows.num_tokens, geometry.problem.group)
+    num_rows = mul(rows.num_tokens, geometry.problem.group)
+    if all_rows:
+        num_rows = mul(div(add(num_rows, i32(_ROWS_OF_WARP - 1)), _ROWS_OF_WARP), _ROWS_OF_WARP)
     steps = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
     bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), steps, i32(1))]
     loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]

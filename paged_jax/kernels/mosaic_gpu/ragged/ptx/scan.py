@@ -1,5 +1,8 @@
 """Gathers, prefix sums and sorts of arrays with one element for each thread of a warpgroup, in PTX."""
 
+import functools
+import math
+import operator
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -11,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
+    SCALAR,
     add,
     address,
     array,
@@ -22,10 +26,12 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     element,
     i32,
     inline,
+    less,
     mul,
     rem,
     thread_index_read_again,
 )
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
@@ -49,17 +55,37 @@ def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
         at = add(address(values_gmem), bytes_of(index, 4))
         word = ir.IntegerType.get_signless(32)
         value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
-        registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), word), value), object)
-        return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed=True)
+        return _of_threads(value)
 
     return load(values_gmem, indices)
+
+
+def totals(arrays: dict[int, Array], sums_smem: Ref) -> list[Any]:
+    """Sums each array over all threads. The array's key is the row of `sums_smem` that holds the sums of its warps.
+
+    No other array may use these rows, because threads may still read them when this returns.
+    """
+    columns, rows = sums_smem.shape[1], list(arrays)
+
+    @inline(plgpu.RefType(), *[LAYOUT] * len(arrays))
+    def store(_, sums_smem, *arrays):
+        base, index = address(sums_smem), thread_index_read_again()
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, rem(index, WARP), i32(0))
+        for row, x in zip(rows, arrays, strict=True):
+            of_warp = _sum_of_warp(element(x.registers.item(), 0))
+            _store(add(base, mul(add(div(index, WARP), i32(row * columns)), 4)), of_warp, is_first)
+        mgpu.warpgroup_barrier()
+
+    store(sums_smem, *arrays.values())
+    return [functools.reduce(operator.add, [sums_smem[row, warp] for warp in range(_WARPS)]) for row in rows]
 
 
 def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
     """Stores each array's exclusive prefix sums in `sums_smem`, from column `first` on. The array's key is the row.
 
     If `first` is not 0, column `first` already holds the sum of all earlier elements, which is added. The column after
-    the elements gets the total. The warpgroup sees the sums when this returns.
+    the elements gets the total. The last four columns hold sums of warps. The warpgroup sees the sums when this
+    returns.
     """
     columns, rows = sums_smem.shape[1], list(arrays)
 
@@ -72,61 +98,140 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
         def place(row: int, column):
             return add(base, mul(add(column, i32(rows[row] * columns)), 4))
 
-        sums = [_sum_in_warp(x, lane) for x in values]
-        before = [_load(place(row, i32(first)), x.type) if first else _zero(x.type) for row, x in enumerate(values)]
-        mgpu.warpgroup_barrier()  # all threads have read column `first`
-        # The last lane of each warp has the warp's sum. Columns that get results later hold these sums until then.
+        sums = [_sums_in_warp(x) for x in values]
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
-        for row, x in enumerate(sums):
-            _store(place(row, add(warp, i32(first))), x, is_last)
-        mgpu.warpgroup_barrier()
-        of_warps = [[_load(place(row, i32(first + i)), x.type) for i in range(_WARPS)] for row, x in enumerate(values)]
-        mgpu.warpgroup_barrier()
+        for row, x in enumerate(sums):  # the last lane of each warp has the warp's sum
+            _store(place(row, add(warp, i32(columns - _WARPS))), x, is_last)
+        before = [_load(place(row, i32(first))) if first else i32(0) for row in range(len(rows))]
+        mgpu.warpgroup_barrier()  # all threads have read column `first`
+        of_warps = [[_load(place(row, i32(columns - _WARPS + i))) for i in range(_WARPS)] for row in range(len(rows))]
         for row, (value, inclusive) in enumerate(zip(values, sums, strict=True)):
             start, total = _before_warp(before[row], of_warps[row], warp)
-            exclusive = _subtract(inclusive, value)
-            _store(place(row, add(index, i32(first))), _add(start, exclusive))
+            exclusive = arith.subi(inclusive, value)
+            _store(place(row, add(index, i32(first))), add(start, exclusive))
             _store(place(row, i32(first + WARPGROUP)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
         mgpu.warpgroup_barrier()
 
     store(sums_smem, *arrays.values())
 
 
-def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
-    """Sorts values >= 0: stores their indices in `order_smem`, the largest value first, equal values by index.
+def store(arrays: dict[int, Array], arrays_smem: Ref, first: int) -> None:
+    """Stores each thread's elements in `arrays_smem`, from column `first` on. The array's key is the row."""
+    columns, rows = arrays_smem.shape[1], list(arrays)
 
-    Values of 2 ** 22 and more count as equal. The warpgroup sees the order when this returns.
+    @inline(plgpu.RefType(), *[LAYOUT] * len(arrays))
+    def put(_, arrays_smem, *arrays):
+        base, index = address(arrays_smem), thread_index_read_again()
+        for row, x in zip(rows, arrays, strict=True):
+            _store(add(base, mul(add(index, i32(row * columns + first)), 4)), element(x.registers.item(), 0))
+
+    put(arrays_smem, *arrays.values())
+
+
+def places_largest_first(values: Array, values_smem: Ref, count: int) -> Array:
+    """The place of each value >= 0 in an order with the largest value first, and equal values by index.
+
+    Values of 2 ** 22 and more count as equal. All values from index `count` on must be 0.
     """
+    compared = -(-count // _AT_ONCE) * _AT_ONCE
 
-    @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT)
-    def store(_, values_smem, order_smem, values):
+    @inline(plgpu.RefType(), LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def compute(_, values_smem, values):
         index, base = thread_index_read_again(), address(values_smem)
         value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
         # The index makes values unique: of two equal ones, the smaller index comes first.
         unique = arith.subi(mul(value, WARPGROUP), index)
         _store(add(base, mul(index, 4)), unique)
         mgpu.warpgroup_barrier()
-        place = _number_larger(unique, base)
-        _store(add(address(order_smem), mul(place, 4)), index)
+        place = _number_larger(unique, base, compared)
+        return _of_threads(arith.select(less(index, i32(compared)), place, index))  # the others keep their places
+
+    return compute(values_smem, values)
+
+
+def moved(arrays: dict[int, Array], places: Array, arrays_smem: Ref, order_smem: Ref) -> list[Array]:
+    """Moves each thread's elements to the thread at its place, through the rows of `arrays_smem` that are the keys.
+
+    Stores in `order_smem` which thread's elements each thread gets.
+    """
+    columns, rows = arrays_smem.shape[1], list(arrays)
+
+    @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT, *[LAYOUT] * len(arrays))
+    def store(_, arrays_smem, order_smem, places, *arrays):
+        place = mul(element(places.registers.item(), 0), 4)
+        _store(add(address(order_smem), place), thread_index_read_again())
+        for row, x in zip(rows, arrays, strict=True):
+            _store(add(address(arrays_smem), add(place, i32(4 * row * columns))), element(x.registers.item(), 0))
         mgpu.warpgroup_barrier()
 
-    store(values_smem, order_smem, values)
+    def load(row):
+        @inline(plgpu.RefType(), returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+        def own(_, arrays_smem):
+            column = add(thread_index_read_again(), i32(row * columns))
+            return _of_threads(_load(add(address(arrays_smem), mul(column, 4))))
+
+        return own(arrays_smem)
+
+    store(arrays_smem, order_smem, places, *arrays.values())
+    return [load(row) for row in rows]
 
 
-def _number_larger(value, base):
-    """Counts the integers of all threads, at address `base`, that are larger than `value`.
+def copy_columns(from_smem: Ref, to_gmem: Ref, count: int) -> None:
+    """Copies the first `count` columns of a matrix of words, or of a vector; `count` is a multiple of 128."""
+    rows, from_columns, to_columns = math.prod(from_smem.shape[:-1]), from_smem.shape[-1], to_gmem.shape[-1]
+
+    @inline(plgpu.RefType(), plgpu.RefType())
+    def copy(_, from_smem, to_gmem):
+        source, target, index = address(from_smem), address(to_gmem), thread_index_read_again()
+        for row in range(rows):
+            for first in range(0, count, WARPGROUP):
+                column = add(index, i32(first))
+                word = _load(add(source, mul(add(column, i32(row * from_columns)), 4)))
+                to = add(target, bytes_of(add(column, i32(row * to_columns)), 4))
+                assembly("st.global.b32 [$0], $1;", "l,r", to, word)
+
+    copy(from_smem, to_gmem)
+
+
+def number_at_most(sums_ref: Ref, row: int, last: int, number: Scalar) -> Scalar:
+    """Counts the elements of columns 1 <= column <= `last` in a row that are at most `number`.
+
+    Each warp looks at 32 columns at a time. The reference is to shared or to global memory.
+    """
+
+    @inline(plgpu.RefType(), SCALAR, returns=(), dtype="int32", layout=SCALAR)
+    def count(_, sums_ref, number):
+        at, lane = address(sums_ref), rem(thread_index_read_again(), WARP)
+        is_global, found = at.type.width == 64, i32(0)
+        for first in range(1, last + 1, WARP):
+            column = add(lane, i32(first + row * sums_ref.type.shape[1]))
+            place = add(at, bytes_of(column, 4) if is_global else mul(column, 4))
+            code = """{ .reg .pred exists; .reg .b32 other; setp.lt.s32 exists, $2, $4; mov.b32 other, 0x7fffffff;
+            @exists ld.SPACE.b32 other, [$1]; setp.le.and.s32 exists, other, $3, exists;
+            vote.sync.ballot.b32 other, exists, 0xffffffff; popc.b32 $0, other; }"""
+            code = code.replace("SPACE", "global" if is_global else "shared")
+            word = ir.IntegerType.get_signless(32)
+            operands = place, lane, number.registers.item(), i32(last + 1 - first)
+            constraints = f"=&r,{'l' if is_global else 'r'},r,r,r,~{{memory}}"
+            found = add(found, llvm.inline_asm(word, operands, code, constraints, has_side_effects=True))
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return count(sums_ref, number)
+
+
+def _number_larger(value, base, count: int):
+    """Counts those of the `count` integers at address `base` that are larger than `value`.
 
     It adds up the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and
     each would wait 20 cycles for the one before (benchmarks/LOG.md, "The longest first").
     """
-    begin, end, step = (as_index(i32(n)) for n in (0, WARPGROUP, _AT_ONCE))
+    begin, end, step = (as_index(i32(n)) for n in (0, count, _AT_ONCE))
     loop = scf.ForOp(begin, end, step, [i32(0)])
     with ir.InsertionPoint(loop.body):
         first = add(base, mul(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), 4))
         [number] = loop.inner_iter_args
         for i in range(_AT_ONCE):
-            other = _load(add(first, i32(4 * i)), ir.IntegerType.get_signless(32))
-            number = add(number, arith.shrui(arith.subi(value, other), i32(31)))
+            number = add(number, arith.shrui(arith.subi(value, _load(add(first, i32(4 * i)))), i32(31)))
         scf.yield_([number])
     return loop.result
 
@@ -136,49 +241,46 @@ def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
     start = total = before
     for i, of_warp in enumerate(of_warps):
         earlier = arith.cmpi(arith.CmpIPredicate.ult, i32(i), warp)
-        start = _add(start, arith.select(earlier, of_warp, _zero(of_warp.type)))
-        total = _add(total, of_warp)
+        start = add(start, arith.select(earlier, of_warp, i32(0)))
+        total = add(total, of_warp)
     return start, total
 
 
-def _sum_in_warp(x, lane):
-    """Inclusive prefix sums over the lanes of a warp."""
+def _sums_in_warp(x):
+    """Inclusive prefix sums of integers over the lanes of a warp."""
+    code = """{ .reg .b32 earlier; .reg .pred reaches; mov.b32 $0, $1;
+    shfl.sync.up.b32 earlier|reaches, $1, DISTANCE, 0, 0xffffffff; @reaches add.s32 $0, $1, earlier; }"""
     for distance in (1, 2, 4, 8, 16):
-        word = ir.IntegerType.get_signless(32)
-        bits = arith.bitcast(word, x) if _is_float(x.type) else x
-        code = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
-        earlier = llvm.inline_asm(word, [bits], code, "=r,r", has_side_effects=True)
-        earlier = arith.bitcast(x.type, earlier) if _is_float(x.type) else earlier
-        reaches = arith.cmpi(arith.CmpIPredicate.uge, lane, i32(distance))
-        x = _add(x, arith.select(reaches, earlier, _zero(x.type)))
+        text = code.replace("DISTANCE", str(distance))
+        x = llvm.inline_asm(x.type, [x], text, "=&r,r", has_side_effects=True)
     return x
 
 
-def _load(at, type_):
-    letter = "f" if _is_float(type_) else "r"
-    return llvm.inline_asm(type_, [at], "ld.shared.b32 $0, [$1];", f"={letter},r,~{{memory}}", has_side_effects=True)
+def _sum_of_warp(x):
+    """The sum of a float32, or of an integer, over the lanes of a warp, as a float32."""
+    if not isinstance(x.type, ir.F32Type):
+        total = llvm.inline_asm(x.type, [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
+        return arith.sitofp(ir.F32Type.get(), total)
+    for distance in (1, 2, 4, 8, 16):
+        x = arith.addf(x, mgpu.utils.shfl_bfly(x, distance))
+    return x
+
+
+def _of_threads(value):
+    """An array with an integer of each thread."""
+    registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), value.type), value), object)
+    return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed=True)
+
+
+def _load(at):
+    word = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(word, [at], "ld.shared.b32 $0, [$1];", "=r,r,~{memory}", has_side_effects=True)
 
 
 def _store(at, x, where=None) -> None:
-    letter = "f" if _is_float(x.type) else "r"
+    letter = "f" if isinstance(x.type, ir.F32Type) else "r"
     if where is None:
         assembly("st.shared.b32 [$0], $1;", f"r,{letter}", at, x)
         return
     code = "{ .reg .pred where; setp.ne.b32 where, $0, 0; @where st.shared.b32 [$1], $2; }"
     assembly(code, f"r,r,{letter}", as_i32(where), at, x)
-
-
-def _is_float(type_) -> bool:
-    return isinstance(type_, ir.F32Type)
-
-
-def _zero(type_):
-    return mgpu.c(0.0 if _is_float(type_) else 0, type_)
-
-
-def _add(x, y):
-    return arith.addf(x, y) if _is_float(x.type) else arith.addi(x, y)
-
-
-def _subtract(x, y):
-    return arith.subf(x, y) if _is_float(x.type) else arith.subi(x, y)

@@ -45,6 +45,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
     swizzled_offset,
 )
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
+from paged_jax.kernels.problem import Problem
 
 _CHUNKS_AT_ONCE = 8  # chunks that a thread converts together, so that their loads overlap
 
@@ -95,22 +96,41 @@ def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) ->
 
     @inline(plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR, SCALAR)
     def zero(_, tile_smem, begin, end, first_row):
-        smem, lane = address(tile_smem), rem(thread_index_read_again(), WARP)
+        lane = rem(thread_index_read_again(), WARP)
         row = add(first_row.registers.item(), lane)
         is_kept = within(row, begin.registers.item(), end.registers.item())
         is_others = arith.cmpi(arith.CmpIPredicate.uge, lane, i32(kind.rows_of_warp))
-        stays = as_i32(arith.ori(is_kept, is_others))
-        for column in range(2 * problem.head_size // CHUNK):
-            assembly(
-                "{ .reg .pred stays; setp.ne.b32 stays, $0, 0; @!stays st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }",
-                "r,r,r",
-                stays,
-                add(smem, swizzled_offset(row, i32(column), problem)),
-                i32(0),
-            )
-        assembly("fence.proxy.async.shared::cta;", "")
+        _zero_row(tile_smem, row, arith.ori(is_kept, is_others), problem)
 
     zero(tile_smem, *kept, first_row)
+
+
+def zero_rows_from(tile_smem: Ref, end: Scalar, kind: ItemKind) -> None:
+    """Zeroes the rows of a tile from `end` on; a thread zeroes a row. This warpgroup's next product sees the zeros."""
+    problem = kind.geometry.problem
+
+    @inline(plgpu.RefType(operand_transforms(problem)), SCALAR)
+    def zero(_, tile_smem, end):
+        row = thread_index_read_again()
+        is_others = arith.cmpi(arith.CmpIPredicate.uge, row, i32(kind.tile))
+        _zero_row(tile_smem, row, arith.ori(less(row, end.registers.item()), is_others), problem)
+        mgpu.warpgroup_barrier()
+
+    zero(tile_smem, end)
+
+
+def _zero_row(tile_smem, row, stays, problem: Problem) -> None:
+    """Zeroes a row of a tile, unless it stays as it is."""
+    smem, stays = address(tile_smem), as_i32(stays)
+    for column in range(2 * problem.head_size // CHUNK):
+        assembly(
+            "{ .reg .pred stays; setp.ne.b32 stays, $0, 0; @!stays st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }",
+            "r,r,r",
+            stays,
+            add(smem, swizzled_offset(row, i32(column), problem)),
+            i32(0),
+        )
+    assembly("fence.proxy.async.shared::cta;", "")
 
 
 def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
