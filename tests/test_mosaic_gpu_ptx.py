@@ -179,6 +179,11 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
         wanted[: num_tokens * group] = query.get()[first : first + num_tokens, heads].reshape(-1, head_size)
         some = -(-num_tokens * group // 16) * 16  # the rows of warps that have a query
         assert_swizzled(query_smem, wanted if kind.is_wide else wanted[:some])
+        if head_size % 32 == 0:
+            query_smem = gpu.empty((64, head_size), BFLOAT16, SHARED)
+            in_registers = InLayout(rows.read_queries(query, found, kind.geometry), mgpu.WGMMA_LAYOUT)
+            rows.write_queries(in_registers, query_smem, kind.geometry)
+            assert_swizzled(query_smem, wanted)
 
         out, lse = values(rng, 64, head_size), rng.standard_normal(64).astype(np.float32)
         smem = rows.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
@@ -271,6 +276,7 @@ def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     tile = gpu.empty((kind.tile, head_size), dtype_of(operand_dtype), SHARED)
     first_rows = OfWarps([kind.rows_of_warp * warp for warp in range(4)])
     tiles.convert_rows(raw_smem, tile, first_rows, kind)
+    rows.see_copies()
     assert gpu.is_fenced
     assert_swizzled(tile, raw.astype(dtype_of(operand_dtype)))
     first_words = raw_smem.address + np.repeat(first_rows.values, 32) * head_size

@@ -152,12 +152,22 @@ PREFIXES = [
 ]
 
 
+SHORT = {"seq_lens": (37, 0, 40, 20, 70), "query_lens": (1, 0, 20, 9, 2)}
+SLOTS = {"k_scale": "slot", "v_scale": "slot", "alibi": True, "sinks": True}
+ONE_PLACE = [
+    # The options that no other interpreted case has.
+    small("slots", 7, 1, 64, 32, "bfloat16", "int8", **SHORT, **SLOTS, scale="traced"),
+    # The query is divided.
+    small("divided", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **SHORT, k_scale="head"),
+]
+
+
 @pytest.mark.slow
-def test_one_place_for_queries(monkeypatch):
+@pytest.mark.parametrize("case", ONE_PLACE, ids=str)
+def test_one_place_for_queries(case, monkeypatch):
     """An item's query overwrites the results of the previous item, while raw tiles of 8 bits are copied.
 
-    The case also has the options that no other interpreted case has. An item's description must be read only after it
-    is written. An earlier read would race with another warp's write.
+    An item's description must be read only after it is written. An earlier read would race with another warp's write.
     """
     events = []  # each program's events are in order
 
@@ -171,9 +181,6 @@ def test_one_place_for_queries(monkeypatch):
         items, "describe", lambda item, tiles, before, smem: noted(describe, before)(item, tiles, before, smem)
     )
     monkeypatch.setattr(items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
-    lens = {"seq_lens": (37, 0, 40, 20, 70), "query_lens": (1, 0, 20, 9, 2)}
-    scales = {"k_scale": "slot", "v_scale": "slot", "scale": "traced"}
-    case = small("one-place", 7, 1, 64, 32, "bfloat16", "int8", **lens, **scales, alibi=True, sinks=True)
     made = inputs.make(case)
     tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))

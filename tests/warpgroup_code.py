@@ -81,7 +81,7 @@ class Run:
         x, type_ = np.asarray(operands[0]), op.results[0].type
         if isinstance(type_, ir.VectorType):
             return [np.ascontiguousarray(x).view(_dtype(type_.element_type)).reshape(-1, *type_.shape)]
-        return [np.ascontiguousarray(x).view(_dtype(type_)).reshape(x.shape[: x.ndim])]
+        return [np.ascontiguousarray(x).view(_dtype(type_)).reshape(x.shape[:1])]
 
     llvm_bitcast = vector_bitcast = arith_bitcast
 

@@ -24,7 +24,21 @@ def load_queries(query_gmem, query_smem, rows, kind):
     plgpu.commit_smem()
 
 
+def read_queries(query_gmem, rows, geometry):
+    exists, token, query_head = _row_of_query(jnp.arange(WGMMA_ROWS), rows, geometry)
+    values = query_gmem[...][jnp.where(exists, token, 0), query_head]
+    return jnp.where(exists[:, None], values, jnp.zeros_like(values))
+
+
+def write_queries(query, query_smem, geometry):
+    query_smem[...] = lax.bitcast_convert_type(query, query_smem.dtype)
+
+
 def finish_copies():
+    plgpu.commit_smem()
+
+
+def see_copies():
     plgpu.commit_smem()
 
 

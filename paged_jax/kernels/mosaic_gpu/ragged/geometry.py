@@ -31,6 +31,7 @@ _MOST_ORDERED = 4 * WARPGROUP - 2  # sequences of which the first 128 may be ord
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
+_QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
 _ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread of the merge kernel merges
 
 
@@ -85,6 +86,20 @@ class Geometry:
     def divides_queries(self) -> bool:
         """Whether each query row is divided by a power of two to fit into float16."""
         return self.operand_dtype != self.problem.query_dtype
+
+    @property
+    def reads_own_queries(self) -> bool:
+        """Whether the computing warpgroups read the queries; otherwise the loading warpgroup copies them.
+
+        If shared memory holds one query only, results on their way to global memory occupy the next query's place. A
+        warpgroup reads its rows of the next query into registers before it stores its results.
+        """
+        return self.converts_tiles and self.tuning.queries == 1 and self.problem.head_size % _QUERY_COLUMNS == 0
+
+    @property
+    def copies_queries(self) -> bool:
+        """Whether the two warpgroups of a thin item have a copy of the query each."""
+        return self.divides_queries or self.reads_own_queries
 
     @property
     def scales_key_slots(self) -> bool:

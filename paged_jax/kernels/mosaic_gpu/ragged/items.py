@@ -32,6 +32,11 @@ def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scrat
 def kind_of(stage: Scalar, smem: Scratch) -> Scalar:
     """Waits for the description in a stage; returns the item's kind, or NO_ITEM after the last item."""
     plgpu.barrier_wait(smem.signal(Signal.ITEM, stage))
+    return kind_again(stage, smem)
+
+
+def kind_again(stage: Scalar, smem: Scratch) -> Scalar:
+    """The kind in a description for which this warpgroup has waited already."""
     return smem.items.fields[stage, Item._fields.index("kind")]
 
 

@@ -6,7 +6,7 @@ the others with thin ones.
 
 Who loads: warpgroup 2 claims an item, describes it to the others (`items.py`), and copies its query and, run by
 run through the block table (TMA), its tiles of K and V into rings of `stages` tiles (`load.py`). It runs ahead: while
-it loads an item's tiles, it also loads the next item's query.
+it loads an item's tiles, it also loads the next item's query, if both fit (else see `queries.py`).
 
 Who computes: warpgroups 0 and 1, each with 64 query rows as M of wgmma, and tokens as N:
 
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
-from paged_jax.kernels.mosaic_gpu.ragged import items, thin, wide
+from paged_jax.kernels.mosaic_gpu.ragged import items, queries, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
@@ -105,10 +105,16 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
 
     def item_after(stage):
         following = items.stage_of(stage + 1)
-        return following, items.kind_of(following, refs.smem)
+        kind_of = items.kind_again if geometry.reads_own_queries else items.kind_of
+        return following, kind_of(following, refs.smem)
 
     def attend_to_all(attend_to_item):
-        state = jnp.int32(0), items.kind_of(jnp.int32(0), refs.smem)
+        first = jnp.int32(0)
+        if geometry.reads_own_queries:
+            queries.write(queries.read(first, refs, geometry), refs, geometry)
+            state = first, items.kind_again(first, refs.smem)
+        else:
+            state = first, items.kind_of(first, refs.smem)
         stage, _ = lax.while_loop(lambda state: state[1] > NO_ITEM, attend_to_item, state)
         items.finish(stage, refs.smem)
 

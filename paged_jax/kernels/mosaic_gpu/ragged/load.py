@@ -48,7 +48,8 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     items.describe(items.nothing(), zero, items_before, refs.smem)
     # Each barrier must end as it began; the interpreter checks that.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
-    _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
+    if not geometry.reads_own_queries:
+        _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
 
 
 class _Taken(NamedTuple):
@@ -108,7 +109,8 @@ class _ItemLoader:
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
             pl.when(taken.is_item)(tiles.begin_raw)
-        if self.kind.geometry.tuning.queries == 1:  # the query overwrites the results of the item before
+        copies_query = not self.kind.geometry.reads_own_queries
+        if copies_query and self.kind.geometry.tuning.queries == 1:  # the query overwrites results of the item before
             pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
         first, begun = lax.min(item.num_tiles, jnp.int32(1)), self._tiles_before_next(item.num_tiles)
 
@@ -119,7 +121,8 @@ class _ItemLoader:
             begin, next_item = state
             end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
             pl.when(begin < end)(lambda: tiles.load_range(begin, end))
-            pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
+            if copies_query:
+                pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
             next_item = lax.cond(part == 1, begin_next, lambda: next_item)
             return end, next_item
 

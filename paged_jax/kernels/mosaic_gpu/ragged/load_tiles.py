@@ -347,7 +347,7 @@ class TileLoader:
         stage = lax.rem(self.tiles_before + number, jnp.int32(stages))
         raw_smem = cache.raw
         if stages > 1:
-            raw_smem = raw_smem.at[pl.ds(pl.multiple_of(stage * tile, tile), tile)]
+            raw_smem = raw_smem.at[pl.ds(stage * tile, tile)]  # a product shows Mosaic that `tile` divides it
         return raw_smem, cache.raw_ready.at[stage]
 
     # Copies without TMA.

@@ -37,6 +37,7 @@ class Signal(enum.IntEnum):
     QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
     QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; a barrier for each stage of items
     HANDED_OVER = QUERY_DONE + ITEM_STAGES  # a warpgroup has handed its softmax of a thin item to the other
+    STORED = HANDED_OVER + 1  # the results of a thin item are stored, if warpgroups read queries
 
 
 class Counts(NamedTuple):
@@ -115,8 +116,9 @@ class ItemRing(NamedTuple):
 class QueryRing(NamedTuple):
     """A ring of items' queries. Results overwrite them on their way to global memory."""
 
-    consumed: Ref
-    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries to be divided arrive as bits of bfloat16
+    consumed: Ref  # ABSENT if computing warpgroups read the queries
+    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries that are copied and then divided arrive as bits of bfloat16
+    divisors: Ref  # [2, WGMMA_ROWS], of query rows that computing warpgroups have read and divided
 
 
 class RawTiles(NamedTuple):
@@ -200,6 +202,7 @@ def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
     wide, thin = (_barriers(kind) for kind in geometry.kinds)
     queries, rows = geometry.tuning.queries, plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
+    reads_queries = geometry.reads_own_queries
     counts, counted, ordered_by = _counts(geometry)
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
     raw = ABSENT
@@ -220,12 +223,13 @@ def scratch(geometry: Geometry) -> Scratch:
         ordered_by=ordered_by,
         wide_programs=counts.wide_programs,
         query=QueryRing(
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=queries),
+            consumed=ABSENT if reads_queries else plgpu.Barrier(num_arrivals=2, num_barriers=queries),
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
+            divisors=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32) if reads_queries else ABSENT,
         ),
         raw_keys=RawTiles(wide.raw_keys_ready, raw),
         raw_values=RawTiles(wide.raw_values_ready, raw),
-        signals=plgpu.Barrier(num_barriers=Signal.HANDED_OVER + 1),
+        signals=plgpu.Barrier(num_barriers=Signal.STORED + reads_queries),
         sums=rows,
         table=counts.table,
         thin=thin,

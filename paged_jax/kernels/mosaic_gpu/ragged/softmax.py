@@ -108,7 +108,7 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
     problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
     row = lanes.row_numbers()
     token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
-    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
+    query = query_rows_of(item, half, kind.geometry)
     first_position = item.position + half * half_tokens
 
     def of_heads(values_gmem):
@@ -121,9 +121,9 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
     stripes = patterns.stripes_of_rows(head, item.kv_head, kind.geometry) if problem.block_sparse is not None else None
     return Rows(
         scaling=_scaling(options.scale[0] * k_scale, problem),
-        query=QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head),
+        query=query,
         first_position=first_position,
-        last_position=first_position + lax.max(num_tokens - 1, jnp.int32(0)),
+        last_position=first_position + lax.max(query.num_tokens - 1, jnp.int32(0)),
         position=token + first_position,
         k_scale=k_scale,
         v_scale=cache_scale(options.v_scale, problem.v_scale, item.kv_head),
@@ -133,21 +133,39 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
     )
 
 
+def query_rows_of(item: Item, half: Scalar, geometry: Geometry) -> QueryRows:
+    """The query rows of one half of an item."""
+    half_tokens = geometry.half_tokens
+    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
+    return QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head)
+
+
 def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
     """Converts a warpgroup's query from bits of bfloat16 to float16, in place, if the products are in float16.
-
-    A power of two divides each row, exactly. An element loses bits in float16 only if it is more than 2 ** 17 times
-    smaller than the row's largest element.
 
     Returns the rows with factors that undo the division.
     """
     if not geometry.divides_queries:
         return rows
     bits = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
-    query = lax.bitcast_convert_type(bits, jnp.dtype(geometry.problem.query_dtype)).astype(jnp.float32)
-    divisors = power_of_two(jnp.abs(query).max(axis=1), *_DIVISORS)
-    query_smem[...] = layout((query * over_columns(inverse(divisors), query.shape[1])).astype(geometry.operand_dtype))
+    query, divisors = divided(lax.bitcast_convert_type(bits, jnp.dtype(geometry.problem.query_dtype)), geometry)
+    query_smem[...] = query
     plgpu.commit_smem()
+    return undo_division(rows, divisors)
+
+
+def divided(query: Array, geometry: Geometry) -> tuple[Array, Array]:
+    """Divides each row of a query by a power of two, exactly. Returns the query in float16, and the divisors [64].
+
+    An element loses bits in float16 only if it is more than 2 ** 17 times smaller than the row's largest element.
+    """
+    query = query.astype(jnp.float32)
+    divisors = power_of_two(jnp.abs(query).max(axis=1), *_DIVISORS)
+    return layout((query * over_columns(inverse(divisors), query.shape[1])).astype(geometry.operand_dtype)), divisors
+
+
+def undo_division(rows: Rows, divisors: Array) -> Rows:
+    """Returns rows whose factors undo the division of their query."""
     factor, is_late, to_exponents, to_base_e = rows.scaling
     late = jnp.where(is_late, 1.0, 0.0)
     early_divisors, late_divisors = divisors * (1 - late) + late, divisors * late + (1 - late)

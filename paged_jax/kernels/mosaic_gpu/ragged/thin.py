@@ -13,11 +13,12 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
-from paged_jax.kernels.mosaic_gpu.ragged import items, plan, results, softmax
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, queries, results, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx_rows
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -29,17 +30,18 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
-    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
     halves_smem = smem.query.rows.at[query_stage]
-    query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.divides_queries else 0]
-    rows = softmax.divide_query(query_smem, rows, kind.geometry)
+    query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.copies_queries else 0]
+    rows = queries.wait(query_smem, query_stage, rows, refs, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
     # The warpgroup with the last tile takes over, because the other one is done earlier and can begin the next item.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
     query_done = smem.signal(Signal.QUERY_DONE, stage)
     pl.when(takes_over & (item.num_tiles == 0))(lambda: _signal_query_done(query_done))
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
-    state = softmax.finished(tiles.attend(), rows, kind.geometry)
+    state = tiles.attend()
+    next_query = queries.read_next(stage, refs, kind.geometry)
+    state = softmax.finished(state, rows, kind.geometry)
 
     @pl.when(~takes_over)
     def hand_over():
@@ -56,8 +58,12 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
         rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
         results_smem = Results(halves_smem.at[0], smem.lse.at[lax.axis_index("warpgroup")])
         results.store(item, half, rows, whole, results_smem, refs, kind)
+        if kind.geometry.reads_own_queries:
+            plgpu.barrier_arrive(smem.signal(Signal.STORED))
 
-    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    if kind.geometry.reads_own_queries:  # the softmax and the results have left the place of both copies of the query
+        plgpu.barrier_wait(smem.signal(Signal.STORED))
+    queries.finish(query_stage, next_query, refs, kind.geometry)
     items.finish(stage, smem)
 
 
@@ -96,6 +102,7 @@ class _ThinTiles:
         tile = self.first_tile + 2 * i
         stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
+        self._see_tiles()
         scores = product(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind).T)
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
         pl.when(tile == self.item.num_tiles - 1)(lambda: _signal_query_done(self.query_done))
@@ -114,6 +121,12 @@ class _ThinTiles:
         if self.kind.zeroes_when_read:  # the weights of these rows are 0, but 0 * NaN is NaN
             end = plan.rank_of(span.values_end, span.pattern, self.kind.geometry) - span.rank
             pl.when(end < self.kind.tile)(lambda: tiles.zero_rows_from(values_smem, end, self.kind))
+        self._see_tiles()
         out = products.accumulate(out, weighed.weights, values_smem)
         plgpu.barrier_arrive(barriers.values_consumed.at[stage])
         return State(out, *weighed.totals)
+
+    def _see_tiles(self) -> None:
+        """Lets products see tiles that the loading warpgroup has converted."""
+        if self.kind.geometry.converts_tiles:
+            ptx_rows.see_copies()

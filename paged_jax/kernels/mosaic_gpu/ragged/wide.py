@@ -18,11 +18,12 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
-from paged_jax.kernels.mosaic_gpu.ragged import items, plan, results, softmax
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, queries, results, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx_rows
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -36,11 +37,11 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
-    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
     query_smem = smem.query.rows.at[query_stage, warpgroup]
-    rows = softmax.divide_query(query_smem, rows, kind.geometry)
+    rows = queries.wait(query_smem, query_stage, rows, refs, kind.geometry)
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
+    next_query = queries.read_next(stage, refs, kind.geometry)
     state = softmax.finished(state, rows, kind.geometry)
     # The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill,
     # which has the latency of memory (benchmarks/LOG.md, "What is spilled").
@@ -48,7 +49,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
     results.store(item, warpgroup, rows, state, results_smem, refs, kind)
-    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    queries.finish(query_stage, next_query, refs, kind.geometry)
     items.finish(stage, smem)
 
 
@@ -74,6 +75,7 @@ class _WideTiles:
         (out, *totals), weights = lax.while_loop(is_left, lambda state: self._attend_to_similar_tiles(*state), state)[1]
         values, stage = self.refs.smem.values, self._stage(self.item.num_tiles - 1)
         plgpu.barrier_wait(values.ready.at[stage])
+        self._see_tiles()
         self._wait_for_turn()
         out = products.accumulate(out, weights, values.tiles.at[stage], self._end_turn)
         plgpu.barrier_arrive(values.consumed.at[stage])
@@ -84,6 +86,7 @@ class _WideTiles:
         first, keys = jnp.int32(0), self.refs.smem.keys
         state, stage = softmax.empty(self.kind.geometry), self._stage(first)
         plgpu.barrier_wait(keys.ready.at[stage])
+        self._see_tiles()
         self._wait_for_turn()
         scores = product(self.query_smem, keys.tiles.at[stage].T, self._end_turn)
         # The product is done, so the branch cannot lie within a turn.
@@ -113,6 +116,7 @@ class _WideTiles:
         stage, earlier = self._stage(i), self._stage(i - 1)
         plgpu.barrier_wait(keys.ready.at[stage])
         plgpu.barrier_wait(values.ready.at[earlier])
+        self._see_tiles()
         self._wait_for_turn()
         weigh = functools.partial(self._weigh, i, Totals(*totals), plain=plain)
         keys_smem, values_smem = keys.tiles.at[stage], values.tiles.at[earlier]
@@ -152,6 +156,11 @@ class _WideTiles:
 
     def _stage(self, i: Scalar) -> Scalar:
         return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
+
+    def _see_tiles(self) -> None:
+        """Lets products see tiles that the loading warpgroup has converted."""
+        if self.kind.geometry.converts_tiles:
+            ptx_rows.see_copies()
 
     def _wait_for_turn(self) -> None:
         plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))

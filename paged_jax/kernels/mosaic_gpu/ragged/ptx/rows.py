@@ -12,10 +12,12 @@ All threads of a warpgroup take part in each function.
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from paged_jax.kernels.mosaic_gpu.hopper import rows as hopper_rows
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
@@ -32,6 +34,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     inline,
     less,
     mul,
+    operand,
     rem,
     thread_index_read_again,
 )
@@ -86,6 +89,60 @@ def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKi
     load(query_gmem, query_smem, *rows)
 
 
+def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
+    """Reads 64 query rows into registers, [64, head_size]; rows without a query are 0.
+
+    A lane reads 16 bytes at a time. So the columns are permuted within the layout of wgmma's results. Only
+    `write_queries` and functions of whole rows may use the array.
+    """
+    problem = geometry.problem
+    row_bytes = 2 * problem.head_size
+    shape = WGMMA_ROWS, problem.head_size
+
+    @inline(plgpu.RefType(), *[SCALAR] * len(rows), returns=shape, dtype=problem.query_dtype)
+    def read(_, query_gmem, *rows):
+        gmem, query_rows, words = address(query_gmem), _values(rows), np.empty((problem.head_size // 8, 2), object)
+        for h, row in enumerate(_rows_of_thread()):
+            exists, index = _row_of_query(row, query_rows, geometry)
+            offset = arith.select(exists, bytes_of(index, row_bytes), i64(0))
+            start = add(gmem, arith.addi(offset, bytes_of(rem(thread_index_read_again(), 4), CHUNK)))
+            for i in range(0, len(words), 4):
+                words[i : i + 4, h] = assembly(
+                    """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $5, 0;
+                    mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;
+                    @exists ld.global.v4.b32 {a, b, c, d}, [$4];
+                    mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }""",
+                    "=f,=f,=f,=f,l,r",
+                    add(start, i64(CHUNK * i)),
+                    as_i32(exists),
+                    results=4,
+                )
+        return operand(words, shape, problem.query_dtype)
+
+    return read(query_gmem, *rows)
+
+
+def write_queries(query: Array, query_smem: Ref, geometry: Geometry) -> None:
+    """Writes rows that `read_queries` has read, in 16 bits, to shared memory. The products see them after a barrier."""
+    problem = geometry.problem
+
+    @inline(plgpu.Layout.WGMMA, plgpu.RefType(operand_transforms(problem)))
+    def write(_, query, query_smem):
+        smem, pairs = address(query_smem), query.registers.reshape(-1, 2)
+        lane = rem(thread_index_read_again(), 4)
+        mgpu.warpgroup_barrier()  # other threads have read what lies there
+        for h, row in enumerate(_rows_of_thread()):
+            for i in range(0, len(pairs), 4):
+                assembly(
+                    "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
+                    "r,r,r,r,r",
+                    add(smem, swizzled_offset(row, add(lane, i32(i)), problem)),
+                    *(llvm.bitcast(ir.IntegerType.get_signless(32), pair) for pair in pairs[i : i + 4, h]),
+                )
+
+    write(query, query_smem)
+
+
 def finish_copies() -> None:
     """Waits for all copies that this warpgroup has started."""
 
@@ -95,6 +152,19 @@ def finish_copies() -> None:
         assembly("fence.proxy.async.shared::cta;", "")
 
     wait()
+
+
+def see_copies() -> None:
+    """Lets this warpgroup's products see what threads have copied or stored before a barrier.
+
+    A thread with a tile's copy in flight would wait here for the whole tile. So those who load do not call this.
+    """
+
+    @inline()
+    def fence(_):
+        assembly("fence.proxy.async.shared::cta;", "")
+
+    fence()
 
 
 def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) -> None:
@@ -253,6 +323,13 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
         chunk = add(thread_index_read_again(), mul(step, WARPGROUP))
         do_chunk(div(chunk, chunks_per_row), rem(chunk, chunks_per_row))
         scf.yield_([])
+
+
+def _rows_of_thread() -> list:
+    """The two rows of which this thread has elements in the layout of wgmma's results."""
+    index = thread_index_read_again()
+    first = add(mul(div(index, WARP), WGMMA_ROWS // 4), div(rem(index, WARP), 4))
+    return [first, add(first, i32(8))]
 
 
 def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
