@@ -22,8 +22,8 @@ MUTANTS_OF_PTX = [
     Mutant(
         "ptx: products may see a query before its copy",
         "kernels/mosaic_gpu/ragged/ptx/rows.py",
-        '        assembly("fence.proxy.async.shared::cta;", "")\n',
-        "        pass\n",
+        '    def fence(_):\n        assembly("fence.proxy.async.shared::cta;", "")\n',
+        "    def fence(_):\n        pass\n",
         _TESTS,
     ),
     Mutant(
