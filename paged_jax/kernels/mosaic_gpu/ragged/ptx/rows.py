@@ -155,10 +155,7 @@ def finish_copies() -> None:
 
 
 def see_copies() -> None:
-    """Lets this warpgroup's products see what threads have copied or stored before a barrier.
-
-    A thread with a tile's copy in flight would wait here for the whole tile. So those who load do not call this.
-    """
+    """Lets this warpgroup's products see what threads have stored before a barrier."""
 
     @inline()
     def fence(_):
