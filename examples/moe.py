@@ -3,10 +3,9 @@
 Source: https://arxiv.org/abs/2101.03961. A token and one of its experts are a pair; a step of T tokens has T * k pairs.
 The products of all pairs are computed in one of three ways, which the numbers of pairs and experts choose:
 
-    few pairs                         each pair reads its expert's matrices where they are, and no other's; on a GPU in
-                                      two kernels (gather_kernel.py), which need jax-triton, else by XLA. On Hopper
-                                      only if there are so few pairs that hardly two of them have the same expert
     few for each expert, on Hopper    one kernel reads the matrices of the experts that are used (expert_kernel.py)
+    few pairs, elsewhere              each pair gathers its expert's matrices and sums: no other expert is read; on
+                                      Hopper, too, if there are so few that hardly two of them have the same expert
     many pairs                        pairs are sorted by expert, and one grouped product multiplies each expert's rows
                                       by its matrix; on Hopper by `ragged_dot_mgpu` of JAX, which skips experts without
                                       rows, elsewhere by XLA
@@ -18,10 +17,8 @@ the columns of every expert, so that all of them read equally much, or the exper
                              └── columns or experts of one device ──┘         shared expert ──┘
 """
 
-import importlib
 from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +32,7 @@ from examples.config import DecoderConfig, ExpertsConfig
 from examples.expert_kernel import Activation, compute_in_tiles, fits
 
 _MOST_ROWS = 16  # pairs of an expert, on average, from which on larger tiles are as good
-_FEWEST_EXPERTS = 4  # for a pair, so that few matrices are read twice; reads start before tiles would be made
+_FEWEST_EXPERTS = 4  # for a pair, so that gathers read few matrices twice; they start before tiles would be made
 _TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles; depth of a part of the router's sums
 _MOST_IN_PARTS = 64  # rows of the router whose sums are computed in parts
 
@@ -137,7 +134,7 @@ class Experts(nnx.Module):
         """Computes the weighted sum of each token's experts.
 
         Args:
-            hidden: `[num_rows, hidden_size]`; rows from `num_tokens` on are padding.
+            hidden: `[num_tokens, hidden_size]`.
             experts: i32 `[num_tokens, k]`.
             weights: f32 `[num_tokens, k]`.
         """
@@ -171,7 +168,7 @@ def expert_spec(name: str, config: ExpertsConfig) -> P:
 
 
 def compute_experts(
-    hidden: Float[Array, "num_rows hidden_size"],
+    hidden: Float[Array, "num_tokens hidden_size"],
     experts: Int32[Array, "num_tokens k"],
     weights: Float32[Array, "num_tokens k"],
     parameters: dict[str, Array],
@@ -182,8 +179,7 @@ def compute_experts(
     """Computes what one device adds to the weighted sum of each token's experts.
 
     Args:
-        hidden: `[num_rows, hidden_size]`; rows from `num_tokens` on are padding.
-        experts, weights: see `Experts`.
+        hidden, experts, weights: see `Experts`.
         parameters: this device's share of the experts' matrices and biases.
         config: the mixture.
         part: i32 `[]`, which of the mesh's devices this is; None for the only one.
@@ -195,18 +191,15 @@ def compute_experts(
         is_local = (experts >= 0) & (experts < num_local)
         weights = jnp.where(is_local, weights, 0)
         experts = jnp.where(is_local, experts, num_local)  # sorted behind all others
-    elif part is not None and "down_bias" in parameters:  # of the devices that share columns, one adds it
-        parameters = parameters | {"down_bias": jnp.where(part == 0, parameters["down_bias"], 0)}
-    matrices = parameters["gate_up"], parameters["down"]
-    is_tiled = _is_hopper() and experts.size <= _MOST_ROWS * num_local and fits(*matrices)
-    is_sparse = experts.size * (_FEWEST_EXPERTS if is_tiled else 1) <= config.num_experts
-    if is_sparse and (kernel := _gather_kernel()) and kernel.fits(*matrices):
-        return kernel.compute_pairs(hidden, experts, weights, parameters, config)
-    hidden = hidden[:num_tokens]
-    are_all_here = part is None or config.split == "columns"  # else XLA's gathers read matrices for the others' pairs
-    if is_tiled and not (is_sparse and are_all_here):
-        return compute_in_tiles(hidden, experts, weights, parameters, _activation(config))
     pairs = experts.reshape(-1)
+    are_all_here = part is None or config.split == "columns"  # else gathers read matrices for the others' pairs
+    is_sparse = are_all_here and pairs.shape[0] * _FEWEST_EXPERTS <= num_local
+    is_few = not is_sparse and pairs.shape[0] <= _MOST_ROWS * num_local
+    if _is_hopper() and is_few and fits(parameters["gate_up"], parameters["down"]):
+        biases = dict(parameters)
+        if "down_bias" in parameters and part is not None and config.split == "columns":
+            biases["down_bias"] = jnp.where(part == 0, parameters["down_bias"], 0)
+        return compute_in_tiles(hidden, experts, weights, biases, _activation(config))
     product, order = _few_pairs(pairs, num_local), None
     if pairs.shape[0] > num_local:
         order = jnp.argsort(pairs, stable=True)
@@ -221,7 +214,9 @@ def compute_experts(
     gate, up = jnp.split(gate_up, 2, axis=-1)
     out = product(_swiglu(gate, up, config).astype(hidden.dtype), parameters["down"])
     if "down_bias" in parameters:
-        out += parameters["down_bias"][which].astype(jnp.float32)
+        bias = parameters["down_bias"][which].astype(jnp.float32)
+        # Where devices share out columns, one of them adds the bias.
+        out += bias if part is None or config.split == "experts" else jnp.where(part == 0, bias, 0)
     if order is None:
         return jnp.sum(out.reshape(num_tokens, num_chosen, -1) * weights[:, :, None], axis=1)
     factor = weights.reshape(-1)[order][:, None]
@@ -257,26 +252,8 @@ def _many_pairs(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Product:
     return product
 
 
-@cache
-def _gather_kernel() -> ModuleType | None:
-    """The kernels for few pairs, where jax-triton and the GPU are new enough."""
-    if _capability() < 80:
-        return None
-    try:
-        kernel = importlib.import_module("examples.gather_kernel")
-    except ImportError:
-        return None
-    return kernel if kernel.is_recorded() else None
-
-
 def _is_hopper() -> bool:
-    return _capability() == 90
-
-
-def _capability() -> int:
-    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
-    capability = getattr(jax.devices()[0], "compute_capability", "").replace(".", "")
-    return int(capability) if capability.isdigit() else 0
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
 def fits_kernel(rows: Array, matrices: Array) -> bool:
@@ -351,6 +328,6 @@ class MixtureOfExperts(nnx.Module):
         """Computes `[num_tokens, hidden_size]`; rows from `num_tokens` on are padding, whose experts cost nothing."""
         hidden = hidden.astype(self.dtype)
         experts, weights = self.router(hidden, num_tokens)
-        out = self.experts(hidden, experts, weights)
+        out = self.experts(hidden[:num_tokens], experts, weights)
         out = jnp.pad(out, ((0, hidden.shape[0] - out.shape[0]), (0, 0))).astype(self.dtype)
         return out if self.shared is None else out + self.shared(hidden)  # pyright: ignore[reportCallIssue]

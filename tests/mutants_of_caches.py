@@ -163,11 +163,13 @@ MUTANTS_OF_CACHES = [
         "tests/test_moe.py -k swiglu",
     ),
     Mutant(
-        "experts: each of the GPUs adds the bias",
+        "experts: each Hopper GPU adds the bias",
         "examples/moe.py",
-        'jnp.where(part == 0, parameters["down_bias"], 0)',
-        'parameters["down_bias"]',
-        "tests/test_moe.py -k adds_the_bias",
+        """            biases["down_bias"] = jnp.where(part == 0, parameters["down_bias"], 0)
+""",
+        """            pass
+""",
+        "tests/test_moe.py -k hopper_gpus",
     ),
     Mutant(
         "experts: rows of other devices' pairs count",

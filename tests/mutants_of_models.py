@@ -39,27 +39,6 @@ MUTANTS_OF_MODELS = [
         "tests/test_expert_kernel.py -k in_tiles",
     ),
     Mutant(
-        "experts: a pair without an expert counts",
-        "examples/gather_kernel.py",
-        "end = tl.where(is_here, in_size, 0)",
-        "end = tl.where(is_here, in_size, in_size)",
-        "interpret few-experts",
-    ),
-    Mutant(
-        "experts: the other half of gpt-oss's swiglu is cut off on one side",
-        "examples/gather_kernel.py",
-        "tl.maximum(tl.minimum(up, cfg.limit), -cfg.limit) + 1",
-        "tl.minimum(up, cfg.limit) + 1",
-        "interpret few-experts",
-    ),
-    Mutant(
-        "experts: inputs past a matrix's last whole step are left out",
-        "examples/gather_kernel.py",
-        "mask=inputs < end, other",
-        "mask=inputs < end // cfg.depth * cfg.depth, other",
-        "interpret few-experts",
-    ),
-    Mutant(
         "sampling: steps without top-k and top-p search for them",
         "engine/sampling.py",
         "if kind >= Kind.TOP:",

@@ -133,8 +133,6 @@ def main(names):
                 importlib.import_module("tests.triton_items").hold(run_items)
             elif name == "offsets":
                 importlib.import_module("tests.triton_items").hold_offsets(run_items)
-            elif name == "few-experts":
-                importlib.import_module("tests.test_gather_kernel").hold_numbers()
             elif name == "edges":
                 hold_edges()
             elif name == "sparse-shifts":

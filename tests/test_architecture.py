@@ -81,8 +81,8 @@ ALLOWED = {
 # Packages that only these folders may import.
 OWNERS = {
     "flax": ("examples",),
-    "triton": ("paged_jax.kernels.triton", "examples.gather_kernel"),
-    "jax_triton": ("paged_jax.kernels.triton", "examples.gather_kernel"),
+    "triton": ("paged_jax.kernels.triton",),
+    "jax_triton": ("paged_jax.kernels.triton",),
     "jax.experimental.pallas": (
         "paged_jax.kernels.mosaic_gpu",
         "benchmarks.peers",

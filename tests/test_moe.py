@@ -118,18 +118,11 @@ def test_swiglu_and_the_variant_of_gpt_oss():
 
 
 @pytest.mark.parametrize(("split", "adds_bias"), [("columns", [True, False]), ("experts", [True, True])])
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_one_of_the_gpus_that_share_columns_adds_the_bias(split, adds_bias, has_kernel, monkeypatch):
+def test_one_of_the_hopper_gpus_that_share_columns_adds_the_bias(split, adds_bias, monkeypatch):
     given = []
-
-    def keep(*arrays):
-        given.append(arrays[3])
-
-    kernel = SimpleNamespace(fits=lambda *_: True, compute_pairs=keep)
-    monkeypatch.setattr(moe, "_gather_kernel", lambda: kernel if has_kernel else None)
-    monkeypatch.setattr(moe, "_is_hopper", lambda: not has_kernel)
+    monkeypatch.setattr(moe, "_is_hopper", lambda: True)
     monkeypatch.setattr(moe, "fits", lambda *_: True)
-    monkeypatch.setattr(moe, "compute_in_tiles", keep)
+    monkeypatch.setattr(moe, "compute_in_tiles", lambda *arrays: given.append(arrays[3]))
     hidden, experts, weights, parameters = draw(4)
     parameters |= {name: jnp.ones((8, size)) for name, size in (("gate_up_bias", 32), ("down_bias", 32))}
     for part in range(2):
@@ -185,33 +178,25 @@ def test_experts_that_are_on_no_device_of_a_pair_add_nothing():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "split", "part", "has_kernel", "is_hopper", "way"),
+    ("num_tokens", "split", "part", "is_tiled"),
     [
-        (1, "columns", None, True, True, "pairs"),
-        (1, "columns", 0, True, True, "pairs"),
-        (1, "experts", 0, True, True, "pairs"),
-        (1, "columns", None, False, True, "xla"),
-        (1, "experts", 0, False, True, "tiles"),  # XLA would read matrices for pairs of the other devices
-        (2, "columns", None, True, True, "tiles"),
-        (64, "columns", None, True, True, "tiles"),
-        (65, "columns", None, True, True, "xla"),
-        (4, "columns", None, True, False, "pairs"),
-        (4, "columns", None, False, False, "xla"),
-        (5, "columns", None, True, False, "xla"),
+        (1, "columns", None, False),
+        (2, "columns", None, True),
+        (64, "columns", None, True),
+        (65, "columns", None, False),
+        (1, "columns", 0, False),
+        (1, "experts", 0, True),
     ],
 )
-def test_how_gpus_compute_experts(num_tokens, split, part, has_kernel, is_hopper, way, monkeypatch):
-    """On Hopper, each pair reads its matrices if there are four experts for it."""
-    ways = []
-    kernel = SimpleNamespace(fits=lambda *_: True, compute_pairs=lambda hidden, *_: ways.append("pairs") or hidden)
-    monkeypatch.setattr(moe, "_gather_kernel", lambda: kernel if has_kernel else None)
-    monkeypatch.setattr(moe, "_is_hopper", lambda: is_hopper)
-    monkeypatch.setattr(moe, "fits_kernel", lambda *_: False)
-    monkeypatch.setattr(moe, "compute_in_tiles", lambda hidden, *_: ways.append("tiles") or hidden)
+def test_how_hopper_computes_experts(num_tokens, split, part, is_tiled, monkeypatch):
+    """Of fewer pairs than a fourth of the experts each gathers its matrices, if all of these are on the device."""
+    tiled = []
+    monkeypatch.setattr(moe, "_is_hopper", lambda: True)
+    monkeypatch.setattr(moe, "compute_in_tiles", lambda hidden, *_: tiled.append(1) or hidden)
     config = dataclasses.replace(CONFIG, intermediate_size=64, split=split)
     arrays = jax.eval_shape(lambda: draw(num_tokens, config, 64, jnp.bfloat16))
     jax.eval_shape(lambda *arrays: moe.compute_experts(*arrays, config=config, part=part), *arrays)
-    assert ways == [way] * (way != "xla")
+    assert bool(tiled) == is_tiled
 
 
 @pytest.mark.parametrize("shape", [(64, 256, 128), (200, 128, 192)])

@@ -47,7 +47,6 @@ needs_triton = pytest.mark.skipif(not installed(), reason="triton is not install
 INTERPRETED = [
     *("hnd-e4m3", "everything", "sparse-step", "ranked", "items"),
     *("write-hnd-bfloat16", "fused-nhd-e5m2", "fused-unsplit", "split-everything", "latent-int8", "rpa-padded-rows"),
-    *("few-experts",),
 ]
 INTERPRETED_TOO = [
     *(
