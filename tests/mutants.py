@@ -30,6 +30,7 @@ from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
 from tests.mutants_of_limits import MUTANTS_OF_LIMITS
 from tests.mutants_of_models import MUTANTS_OF_MODELS
 from tests.mutants_of_ptx import MUTANTS_OF_PTX
+from tests.mutants_of_ragged import MUTANTS_OF_RAGGED
 from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
 from tests.mutants_of_server import MUTANTS_OF_SERVER
 from tests.mutants_of_text import MUTANTS_OF_TEXT
@@ -54,6 +55,7 @@ ALL = (
     *MUTANTS_OF_HOPPER,
     *MUTANTS_OF_CHOICES,
     *MUTANTS_OF_PTX,
+    *MUTANTS_OF_RAGGED,
     *MUTANTS_OF_TRITON,
     *MUTANTS_OF_XLA,
 )

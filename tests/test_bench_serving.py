@@ -24,7 +24,7 @@ def test_the_documents_tables_are_what_the_files_say():
     (file,) = set(re.findall(r"results/([\w-]+-serving\.json)", README))
     report = json.loads((RESULTS / file).read_text())
     whole = next(row for row in report["rows"] if row["case"] == "at-once")
-    told = f"({whole['requests']:,} requests to an 8B model: {whole['tokens_per_s']:,.0f} output tokens/s)"
+    told = f"Serving {whole['requests']:,} requests, an 8B model writes {whole['tokens_per_s']:,.0f} tokens/s."
     assert told in (RESULTS.parents[1] / "README.md").read_text()
     printed = serving_report.markdown(report).splitlines()
     table = [line for line in printed if line.startswith("|")]

@@ -79,8 +79,8 @@ def test_there_is_room_for_all_partial_results(of_kind):
     """The fullest batch needs more than half of the room, so these batches come close to the bound."""
     rng, fullest = np.random.default_rng(3 * of_kind), 0.0
     for _ in range(20):
-        num_seqs, programs = int(rng.choice((2, 6) if of_kind == 0 else (2, 9))), int(rng.choice((13, 40)))
-        queries = rng.choice((64, 96) if of_kind == 0 else (1, 5, 16), num_seqs)
+        num_seqs, programs = int(rng.choice((1, 4) if of_kind == 0 else (2, 9))), int(rng.choice((20, 40)))
+        queries = rng.choice((64, 192) if of_kind == 0 else (1, 5, 16), num_seqs)
         lens = (30_000 * rng.uniform(rng.choice((0.01, 0.98)), 1, num_seqs)).astype(int)
         geometry, counts, _ = planned(
             tuple(queries), tuple(lens), 8, 2, 64, None, num_programs=programs, tile=64, thin_tile=64, least_split=1
