@@ -153,7 +153,10 @@ def sequence_at(ordinal: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
 
 
 def before(what: Counted, ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
-    """Sums a count of this kind over the sequences before position `ordinal` of the order; `SPLITS` are of that one."""
+    """Sums a count of this kind over the sequences before position `ordinal` of the order.
+
+    `Counted.SPLITS` is not summed: it is the count of the sequence at that position.
+    """
     return counts.table[_row(what, kind), ordinal]
 
 
