@@ -18,7 +18,7 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged.py -k in_the_interpreter",
     ),
     Mutant(
-        "mosaic_gpu: sequences of which some begin late keep their order",
+        "mosaic_gpu: sequences keep their order if some begin late",
         "kernels/mosaic_gpu/ragged/count.py",
         "begin_at_once & (number <= programs)",
         "begin_at_once & (number <= programs + 1)",

@@ -27,7 +27,7 @@ thin items fill the end of the call.
 
 _WIDE_ITEM_COST = 10  # of a wide item's beginning, end and merge: as much as its products with some 300 tokens
 
-_MOST_ORDERED = 4 * WARPGROUP - 2  # sequences of which the first 128 may be ordered
+_MOST_ORDERED = 4 * WARPGROUP - 2  # in batches of at most so many sequences, the first 128 may be sorted
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
@@ -368,7 +368,7 @@ class ItemKind:
 
     @property
     def rounded(self) -> float:
-        """What is added to the number of splits before it is truncated."""
+        """The addend that rounds a number of splits before it is truncated."""
         return _WIDE_ROUNDED if self.is_wide else _THIN_ROUNDED
 
     @property

@@ -323,7 +323,7 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
 
 
 def _rows_of_thread() -> list:
-    """The two rows of which this thread has elements in the layout of wgmma's results."""
+    """The two rows whose elements this thread holds in the layout of wgmma's results."""
     index = thread_index_read_again()
     first = add(mul(div(index, WARP), WGMMA_ROWS // 4), div(rem(index, WARP), 4))
     return [first, add(first, i32(8))]
