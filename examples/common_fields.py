@@ -68,12 +68,30 @@ def with_experts(config: DecoderConfig, experts: ExpertsConfig, layers: Sequence
     """Gives these layers, or all, a mixture of experts."""
     if experts.num_chosen > experts.num_experts:
         raise CheckpointError(f"a token cannot have {experts.num_chosen} of {experts.num_experts} experts")
+    if experts.num_groups > 1:
+        _check_groups(experts)
     marks = zip(config.layers, layers or (True,) * config.num_layers, strict=True)
     return dataclasses.replace(
         config,
         experts=experts,
         layers=tuple(dataclasses.replace(layer, has_experts=has) for layer, has in marks),
     )
+
+
+def _check_groups(experts: ExpertsConfig) -> None:
+    """Refuses groups of different sizes, and a choice of groups that have too few experts."""
+    size, rest = divmod(experts.num_experts, experts.num_groups)
+    if rest:
+        raise CheckpointError(
+            f"{experts.num_experts} experts cannot be in {experts.num_groups} groups of the same size"
+        )
+    if experts.group_score == "best_two" and size < 2:
+        raise CheckpointError(f"a group's score is the sum of the best two of {size} experts in a group")
+    if (best := experts.num_chosen_groups) > experts.num_groups:
+        raise CheckpointError(f"a token cannot have experts of {best} of {experts.num_groups} groups")
+    if experts.num_chosen > best * size:
+        few = f"the {best * size} experts in {best} of {experts.num_groups} groups"
+        raise CheckpointError(f"a token cannot have {experts.num_chosen} of {few}")
 
 
 def read_rope(
