@@ -87,7 +87,10 @@ OWNERS = {
         "paged_jax.kernels.mosaic_gpu",
         "benchmarks.peers",
         "examples.all_reduce",
+        "examples.exchange",
         "examples.expert_kernel",
+        "examples.few_rows",
+        "examples.inline",
         "examples.moe",
     ),
 }
