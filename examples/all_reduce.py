@@ -33,10 +33,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from examples.exchange import CHUNK, EMPTY, MOST_ROWS, TURNS, WARPGROUP, exchange, total
-from examples.few_rows import FEW_ROWS, Activation, activate, is_split, product, rotate_heads, width_of
 from examples.norms import RMSNorm
-from examples.rope import Rotation
 
+_FEW_ROWS = 8  # up to so many rows, products are split over the programs of a GPU
+_SPLITS = 4
 _MOST_SENT = 3 << 19  # bytes that a device may send to all others; of more, it sends each row to its owner
 MULTIPLE = WARPGROUP * CHUNK  # hidden_size must be a multiple of it
 
@@ -117,54 +117,16 @@ class PeerSum:
             norm: a norm without an offset.
         """
         assert norm.scale is not None
-        return self._sum(x, linear.kernel[...], residual, norm.scale[...], epsilon=norm.epsilon)
-
-    def heads(
-        self,
-        x: Float[Array, "rows hidden_size"],
-        linear: nnx.Linear,
-        rotation: Rotation,
-        num_heads: int,
-        num_kv_heads: int,
-    ) -> tuple[Array, Array, Array] | None:
-        """Computes rotated queries and keys, and values, `[rows, heads, head_size]` each. None if it cannot.
-
-        Args:
-            x: bf16, the same on every device.
-            linear: the layer that gives queries, keys and values, its kernel split by columns.
-            rotation: cosine and sine; all of a head is rotated, and its halves are the pairs.
-            num_heads, num_kv_heads: of all devices.
-        """
-        head_size = linear.kernel.shape[1] // (num_heads + 2 * num_kv_heads)
-        if linear.bias is not None or head_size % WARPGROUP or 2 * rotation[0].shape[1] != head_size:
-            return None
-        size = self.mesh.shape["tp"]
-        counts = {"num_heads": num_heads // size, "num_kv_heads": num_kv_heads // size}
-        return self._heads(x, linear.kernel[...], *rotation, **counts)
-
-    def units(
-        self, x: Float[Array, "rows hidden_size"], linear: nnx.Linear, activation: Activation
-    ) -> Float[Array, "rows size"] | None:
-        """Computes the units of a gated MLP of few rows, `[rows, intermediate_size]`. None if it cannot.
-
-        Args:
-            x: bf16, the same on every device.
-            linear: the layer that gives both halves, its kernel split by columns.
-            activation: the activation.
-        """
-        size = linear.kernel.shape[1] // self.mesh.shape["tp"] // 2
-        if linear.bias is not None or not is_split(*x.shape) or not width_of(size):
-            return None
-        return self._units(x, linear.kernel[...], activation=activation)
+        return self._add(x, linear.kernel[...], residual, norm.scale[...], epsilon=norm.epsilon)
 
     @functools.cached_property
-    def _sum(self) -> Any:
+    def _add(self) -> Any:
         """The computation over the mesh, which JAX traces and lowers once for layers of the same shapes."""
         size = self.mesh.shape["tp"]
 
         def add(x, kernel, residual, scale, *, epsilon):
             def on_device(x, kernel, residual, scale, table):
-                return sum_norm(product(x, kernel), residual, scale, table[0], num_devices=size, epsilon=epsilon)
+                return sum_norm(_product(x, kernel), residual, scale, table[0], num_devices=size, epsilon=epsilon)
 
             specs = P(None, "tp"), P("tp", None), P(), P(), P("tp")
             split = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=(P(), P()), check_vma=False)
@@ -172,34 +134,14 @@ class PeerSum:
 
         return jax.jit(add, static_argnames="epsilon")
 
-    @functools.cached_property
-    def _heads(self) -> Any:
-        """The computation over the mesh, as `_sum`."""
 
-        def heads(x, kernel, cos, sin, **counts):
-            def on_device(x, kernel, cos, sin):
-                return rotate_heads(product(x, kernel), cos, sin, **counts)
-
-            by_heads = P(None, "tp")
-            specs, out_specs = (P(), by_heads, P(), P()), (by_heads, by_heads, by_heads)
-            split = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-            return split(x, kernel, cos, sin)
-
-        return jax.jit(heads, static_argnames=("num_heads", "num_kv_heads"))
-
-    @functools.cached_property
-    def _units(self) -> Any:
-        """The computation over the mesh, as `_sum`."""
-
-        def units(x, kernel, *, activation):
-            def on_device(x, kernel):
-                return activate(product(x, kernel), activation=activation)
-
-            specs, by_columns = (P(), P(None, "tp")), P(None, "tp")
-            split = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=by_columns, check_vma=False)
-            return split(x, kernel)
-
-        return jax.jit(units, static_argnames="activation")
+def _product(x: Array, kernel: Array) -> Array:
+    """A device's part. Of few rows it is in addends, which XLA would add up in a kernel of its own."""
+    (rows, size), (_, hidden_size) = x.shape, kernel.shape
+    if rows > _FEW_ROWS or size % _SPLITS:
+        return jnp.dot(x, kernel)
+    x, kernel = x.reshape(rows, _SPLITS, -1), kernel.reshape(_SPLITS, -1, hidden_size)
+    return jnp.einsum("rsk,skh->srh", x, kernel, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("num_devices", "epsilon"))  # lowered once for all layers
@@ -259,5 +201,5 @@ def sum_norm(
 
 def programs_of(rows: int, hidden_size: int) -> int:
     """How many programs share a row. Of many rows each has one, since clusters start later than single programs."""
-    most = 8 if rows <= FEW_ROWS else 1
+    most = 8 if rows <= _FEW_ROWS else 1
     return next(n for n in (8, 4, 2, 1) if n <= most and hidden_size % (n * MULTIPLE) == 0)

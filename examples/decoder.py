@@ -91,13 +91,6 @@ class Attention(nnx.Module):
 
     def heads(self, hidden, tokens: Tokens, cache, rows=None):
         """Computes what all heads attended to, `[num_rows, num_heads * head_size]`, and the cache."""
-        query, key, value = self._rotated_by(tokens, hidden) or self._rotated(tokens, hidden)
-        options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
-        out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
-        return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
-
-    def _rotated(self, tokens: Tokens, hidden):
-        """Computes queries, keys and values, `[num_tokens, heads, head_size]` each."""
         parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
         ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
         # Queries and keys are normed and rotated together, which takes fewer kernels.
@@ -109,14 +102,10 @@ class Attention(nnx.Module):
             turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
             both = turned.reshape(both.shape)
         query, key = jnp.split(both, ends[:1], axis=2)
-        return [_join(heads, self.head_size) for heads in (query, key, value)]
-
-    def _rotated_by(self, tokens: Tokens, hidden):
-        """Does what `_rotated` does by a kernel of `peers`; None if there is none for it."""
-        if tokens.peers is None or self.rope is None or self.rope.is_interleaved or self.q_norm is not None:
-            return None
-        rotation = tokens.rotations[self.rope]
-        return tokens.peers.heads(hidden, self.qkv_proj, rotation, self.num_heads, self.num_kv_heads)
+        query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
+        options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
+        out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
+        return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
 
     def _normed(self, both, num_queries):
         """Norms queries and keys, `[num_tokens, num_parts, heads, head_size]`; queries are a part's first heads."""
@@ -150,14 +139,11 @@ class Mlp(nnx.Module):
     def __call__(self, hidden):
         return self.down_proj(self.inner(hidden))
 
-    def inner(self, hidden, peers=None):
+    def inner(self, hidden):
         """Computes the units between the linear layers, `[num_rows, intermediate_size]`."""
         if self.up_proj is not None:
             return self.activation(self.up_proj(hidden))
         assert self.gate_up_proj is not None
-        units = peers and peers.units(hidden, self.gate_up_proj, self.activation)
-        if units is not None:
-            return units
         parts = self.gate_up_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1)
         gate, up = jnp.split(parts, 2, axis=2)
         return (self.activation(gate) * up).reshape(hidden.shape[0], -1)
@@ -211,7 +197,7 @@ class Layer(nnx.Module):
         assert isinstance(self.mlp, Mlp)
         out, cache = self.attention.heads(normed, tokens, cache, rows)
         hidden, normed = tokens.peers(out, self.attention.o_proj, _take(hidden, rows), self.mlp_norm)
-        return *tokens.peers(self.mlp.inner(normed, tokens.peers), self.mlp.down_proj, hidden, next_norm), cache
+        return *tokens.peers(self.mlp.inner(normed), self.mlp.down_proj, hidden, next_norm), cache
 
     def _before(self, norm, hidden):
         return norm(hidden) if norm is not None and self.place != "after_sum" else hidden
@@ -314,7 +300,7 @@ class Decoder(nnx.Module):
     def _run_with_peers(self, hidden, caches, tokens: Tokens, rows):
         first, *others = (layer.attention_norm for layer in self.layers)
         assert first is not None
-        normed, new_caches = first(hidden).astype(hidden.dtype), []
+        normed, new_caches = first(hidden), []
         for layer, cache, next_norm in zip(self.layers, caches, [*others, self.final_norm], strict=True):
             of_layer = rows if len(new_caches) + 1 == len(self.layers) else None
             hidden, normed, cache = layer.reduce(hidden, normed, tokens, cache, of_layer, next_norm)

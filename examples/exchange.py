@@ -41,8 +41,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array
 
-from examples.inline import assembly, i32, i64, integer, plus, scaled
-
 MOST_ROWS = 128  # of a call: all of its programs must be resident, and of more rows XLA's two-shot kernel sends less
 TURNS = 2
 EMPTY = 0x80008000
@@ -75,10 +73,10 @@ def exchange(
     def travel(_, columns, residual, table_gmem, row, of_row):
         (row,), (of_row,) = row.registers.flat, of_row.registers.flat
         inbox = _Inbox.of(table_gmem, num_devices, hidden_size)
-        turn = arith.andi(_load(inbox.count_of(row)), i32(TURNS - 1))
-        thread = arith.remui(mgpu.thread_idx(), i32(WARPGROUP))
-        at = plus(scaled(turn, inbox.turn_bytes), scaled(row, 2 * hidden_size), scaled(thread, 2 * CHUNK))
-        at = plus(at, scaled(of_row, 2 * part.shape[0]))
+        turn = arith.andi(_load(inbox.count_of(row)), _i32(TURNS - 1))
+        thread = arith.remui(mgpu.thread_idx(), _i32(WARPGROUP))
+        at = _plus(_scaled(turn, inbox.turn_bytes), _scaled(row, 2 * hidden_size), _scaled(thread, 2 * CHUNK))
+        at = _plus(at, _scaled(of_row, 2 * part.shape[0]))
         reduce = _by_owner if by_owner else _by_all
         totals = reduce(inbox, at, row, list(columns.registers.flat), list(residual.registers.flat))
         registers = np.empty(len(totals), object)
@@ -106,23 +104,23 @@ def total(x: Any, table_gmem: Any, row: Any, of_row: Any, shared: Any, *, sizes:
     )
     def add(_, x, row, of_row, table_gmem, shared):
         (number,), (row,), (of_row,) = x.registers.flat, row.registers.flat, of_row.registers.flat
-        thread = arith.remui(mgpu.thread_idx(), i32(WARPGROUP))
-        begin = llvm.ptrtoint(integer(32), mgpu.utils.memref_ptr(shared))
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, thread, i32(programs))):
-            at = arith.addi(begin, arith.muli(of_row, i32(4)))
+        thread = arith.remui(mgpu.thread_idx(), _i32(WARPGROUP))
+        begin = llvm.ptrtoint(_integer(32), mgpu.utils.memref_ptr(shared))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(programs))):
+            at = arith.addi(begin, arith.muli(of_row, _i32(4)))
             code = "{ .reg .b32 to; mapa.shared::cluster.u32 to, $0, $1; st.shared::cluster.f32 [to], $2; }"
-            assembly(code, "r,r,f", at, thread, number)
-        assembly("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", "")
+            _assembly(code, "r,r,f", at, thread, number)
+        _assembly("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", "")
         f32 = ir.F32Type.get()
         found = [
-            assembly(f"ld.shared.f32 $0, [$1+{4 * i}];", "=f,r", begin, returns=f32, results=1)[0]
+            _assembly(f"ld.shared.f32 $0, [$1+{4 * i}];", "=f,r", begin, returns=f32, results=1)[0]
             for i in range(programs)
         ]
         inbox = _Inbox.of(table_gmem, *sizes)
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(thread, of_row), i32(0))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(thread, of_row), _i32(0))
         with mgpu.when(is_first):  # all of the row's programs have read the count
             count_at = inbox.count_of(row)
-            assembly("st.relaxed.sys.global.b32 [$0], $1;", "l,r", count_at, arith.addi(_load(count_at), i32(1)))
+            _assembly("st.relaxed.sys.global.b32 [$0], $1;", "l,r", count_at, arith.addi(_load(count_at), _i32(1)))
         return mgpu.FragmentedArray.splat(functools.reduce(arith.addf, found), (), x.layout)
 
     return add(x, row, of_row, table_gmem, shared)  # pyright: ignore[reportCallIssue]
@@ -131,21 +129,21 @@ def total(x: Any, table_gmem: Any, row: Any, of_row: Any, shared: Any, *, sizes:
 def _by_all(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
     """Every device sends its part to all, and adds up all parts."""
     for address in inbox.addresses:
-        _send(part, plus(address, at, scaled(inbox.rank, inbox.rank_bytes)))
-    return _add_up(inbox, plus(inbox.mine, at), residual)
+        _send(part, _plus(address, at, _scaled(inbox.rank, inbox.rank_bytes)))
+    return _add_up(inbox, _plus(inbox.mine, at), residual)
 
 
 def _by_owner(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
     """Every device sends its part to the row's owner, which adds up all parts and sends the sum to all."""
     num_devices = len(inbox.addresses)
-    owner, begin = arith.remui(row, i32(num_devices)), plus(inbox.mine, at)
+    owner, begin = arith.remui(row, _i32(num_devices)), _plus(inbox.mine, at)
     address = inbox.address_of(owner)
-    _send(part, plus(address, at, scaled(inbox.rank, inbox.rank_bytes)))
+    _send(part, _plus(address, at, _scaled(inbox.rank, inbox.rank_bytes)))
     sums_at = num_devices * inbox.rank_bytes
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, owner, inbox.rank)):
         totals = _add_up(inbox, begin, residual)
         for address in inbox.addresses:
-            _send(totals, plus(address, at, i64(sums_at)))
+            _send(totals, _plus(address, at, _i64(sums_at)))
     offsets = [sums_at + i * _STEP for i in range(len(part))]
     return [_bfloats(words) for words in _take(begin, offsets)]
 
@@ -174,7 +172,7 @@ def _take(begin: Any, offsets: list[int]) -> list[list[Any]]:
     """Waits for the words of 16 bytes at each offset, and empties them for the turn after next."""
     arrived = _wait_for(begin, offsets)
     for offset in offsets:
-        _store(begin, offset, [i32(EMPTY - 2**32)] * 4)
+        _store(begin, offset, [_i32(EMPTY - 2**32)] * 4)
     return arrived
 
 
@@ -189,22 +187,22 @@ class _Inbox(NamedTuple):
 
     @classmethod
     def of(cls, table_gmem: Any, num_devices: int, hidden_size: int) -> "_Inbox":
-        table = llvm.ptrtoint(integer(64), mgpu.utils.memref_ptr(table_gmem))
+        table = llvm.ptrtoint(_integer(64), mgpu.utils.memref_ptr(table_gmem))
         rank = _load(table)
-        addresses = [_load(plus(table, i64(8 + 8 * i)), 64) for i in range(num_devices)]
+        addresses = [_load(_plus(table, _i64(8 + 8 * i)), 64) for i in range(num_devices)]
         rank_bytes = MOST_ROWS * hidden_size * 2
         inbox = cls(rank, addresses, None, rank_bytes, (num_devices + 1) * rank_bytes)
         return inbox._replace(mine=inbox.address_of(rank))
 
     def count_of(self, row: Any) -> Any:
         """The address of how often the row was sent."""
-        return plus(self.mine, scaled(row, 4), i64(self.turn_bytes * TURNS))
+        return _plus(self.mine, _scaled(row, 4), _i64(self.turn_bytes * TURNS))
 
     def address_of(self, rank: Any) -> Any:
         """The address of a device's inbox."""
         found = self.addresses[0]
         for i, address in enumerate(self.addresses[1:], start=1):
-            found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, i32(i)), address, found)
+            found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _i32(i)), address, found)
         return found
 
 
@@ -218,19 +216,19 @@ def _wait_for(begin: Any, offsets: list[int]) -> list[list[Any]]:
         checks += [f"setp.eq.or.b32 empty, {word}, {EMPTY:#x}, empty;" for word in words]
     checks[0] = f"setp.eq.b32 empty, $0, {EMPTY:#x};"
     code = ["{", ".reg .pred empty;", "again:", *loads, *checks, "@empty bra again;", "}"]
-    result = assembly("\n".join(code), ",".join(["=&r"] * count + ["l"]), begin, returns=integer(32), results=count)
+    result = _assembly("\n".join(code), ",".join(["=&r"] * count + ["l"]), begin, returns=_integer(32), results=count)
     return [result[4 * i : 4 * i + 4] for i in range(len(offsets))]
 
 
 def _words(register: Any) -> list[Any]:
     """The four words of eight bfloat16."""
-    words = vector.bitcast(ir.VectorType.get((4,), integer(32)), register)
+    words = vector.bitcast(ir.VectorType.get((4,), _integer(32)), register)
     return [vector.extract(words, [], [i]) for i in range(4)]
 
 
 def _bfloats(words: list[Any]) -> Any:
     """The bfloat16 of four words."""
-    halves = vector.from_elements(ir.VectorType.get((4,), integer(32)), words)
+    halves = vector.from_elements(ir.VectorType.get((4,), _integer(32)), words)
     return vector.bitcast(ir.VectorType.get((CHUNK,), ir.BF16Type.get()), halves)
 
 
@@ -240,16 +238,50 @@ def _wide(halves: Any) -> Any:
 
 def _unlike_empty(word: Any) -> Any:
     """A word with the same two numbers that is not `EMPTY`."""
-    is_empty = arith.cmpi(arith.CmpIPredicate.eq, word, i32(EMPTY - 2**32))
-    return arith.select(is_empty, i32(0), word)
+    is_empty = arith.cmpi(arith.CmpIPredicate.eq, word, _i32(EMPTY - 2**32))
+    return arith.select(is_empty, _i32(0), word)
 
 
 def _store(address: Any, offset: int, words: list[Any]) -> None:
     """Stores 16 bytes; each word is stored as a whole, for the other devices too."""
-    assembly(f"st.relaxed.sys.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)
+    _assembly(f"st.relaxed.sys.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", "l,r,r,r,r", address, *words)
 
 
 def _load(address: Any, bits: int = 32) -> Any:
     constraint = {32: "r", 64: "l"}[bits]
     code = f"ld.relaxed.sys.global.b{bits} $0, [$1];"
-    return assembly(code, f"={constraint},l", address, returns=integer(bits), results=1)[0]
+    return _assembly(code, f"={constraint},l", address, returns=_integer(bits), results=1)[0]
+
+
+def _assembly(code: str, constraints: str, *operands: Any, returns: Any = None, results: int = 0) -> list[Any]:
+    """Inserts PTX with side effects, whose results all have one type; the compiler keeps its order."""
+    kind = llvm.StructType.get_literal([returns] * results) if results > 1 else returns
+    result = llvm.inline_asm(kind, operands, code, constraints + ",~{memory}", has_side_effects=True)
+    if results < 2:
+        return [result][:results]
+    return [llvm.extractvalue(returns, result, [i]) for i in range(results)]
+
+
+def _plus(*addends: Any) -> Any:
+    """The sum of integers."""
+    return functools.reduce(arith.addi, addends)
+
+
+def _scaled(x: Any, size: int) -> Any:
+    """x * size in 64 bits, of an x of 32 bits."""
+    return arith.muli(arith.extui(_integer(64), x), _i64(size))
+
+
+def _i32(n: int) -> Any:
+    """A constant of 32 bits."""
+    return mgpu.c(n, _integer(32))
+
+
+def _i64(n: int) -> Any:
+    """A constant of 64 bits."""
+    return mgpu.c(n, _integer(64))
+
+
+def _integer(bits: int) -> Any:
+    """An integer's type."""
+    return ir.IntegerType.get_signless(bits)

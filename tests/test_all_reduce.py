@@ -18,7 +18,6 @@ import pytest
 from benchmarks import scale_reduce, scale_steps
 from examples import all_reduce, exchange, loop, sharding
 from examples.config import LayerConfig
-from examples.rope import rotate
 from examples.sharding import make_mesh, sharding_of, split_config
 from examples.step import make_abstract_step, xla_options
 from paged_jax.engine import Batch
@@ -145,18 +144,6 @@ def step_of(mesh, peers, logit_rows=None, times=None):
     return np.asarray(compiled(*given)[0]), compiled
 
 
-def xla_s_heads(parts, cos, sin, *, num_heads, num_kv_heads):
-    parts = parts.sum(axis=0).reshape(NUM_SEQS, num_heads + 2 * num_kv_heads, -1)
-    both, value = jnp.split(parts, [num_heads + num_kv_heads], axis=1)
-    query, key = jnp.split(rotate(both, (cos, sin)), [num_heads], axis=1)
-    return tuple(x.astype(jnp.bfloat16) for x in (query, key, value))
-
-
-def xla_s_units(addends, *, activation):
-    gate, up = jnp.split(addends.sum(axis=0), 2, axis=1)
-    return (activation(gate) * up).astype(jnp.bfloat16)
-
-
 def xla_s_sum(part, residual, scale, table, *, num_devices, epsilon):
     assert table.shape == (2 + 2 * num_devices,)
     assert epsilon == CONFIG.norm_eps == 1e-5
@@ -167,10 +154,8 @@ def xla_s_sum(part, residual, scale, table, *, num_devices, epsilon):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_are_those_of_xla(size, monkeypatch):
-    """With XLA in the kernels' place, and with the last rows alone."""
+    """With XLA's sum and norm in the kernel's place, and with the last rows alone."""
     monkeypatch.setattr(all_reduce, "sum_norm", xla_s_sum)
-    monkeypatch.setattr(all_reduce, "rotate_heads", xla_s_heads)
-    monkeypatch.setattr(all_reduce, "activate", xla_s_units)
     mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
     peers, rows = all_reduce.PeerSum.over(mesh, CONFIG.hidden_size), jnp.array([2, 0], jnp.int32)
     wanted, _ = step_of(mesh, None, rows)
@@ -300,10 +285,8 @@ def test_layers_share_one_lowered_kernel():
     caches = jax.eval_shape(lambda: loop.make_caches(config, NUM_SEQS, 16, jnp.bfloat16))
     traced = jax.jit(step).trace(scale_steps.abstract_weights(shapes, mesh), caches, make_batch())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Heads, units, and two sums: the last one leaves its sum out, which nobody needs.
-    assert text.count("@mosaic_gpu_v2") == 4
-    for name, times in (("add", 2), ("heads", 1), ("units", 1)):
-        assert text.count(f"call @{name}") == times * len(CONFIG.layers)
+    assert text.count("@mosaic_gpu_v2") == 2  # the last one leaves its sum out, which nobody needs
+    assert text.count("call @add") == 2 * len(CONFIG.layers)
 
 
 def compiled_cases():

@@ -89,8 +89,6 @@ OWNERS = {
         "examples.all_reduce",
         "examples.exchange",
         "examples.expert_kernel",
-        "examples.few_rows",
-        "examples.inline",
         "examples.moe",
     ),
 }

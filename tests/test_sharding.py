@@ -98,7 +98,11 @@ def test_what_the_kernel_lacks(monkeypatch, mesh, hidden_size, dtype, expected):
     assert all_reduce.lacks(mesh, hidden_size, dtype) == expected
 
 
-def test_rows_have_owners_where_each_device_would_send_too_much():
+def test_few_rows_are_split_where_they_can_be():
+    """Products of eight rows are in four addends, if the depth can be split in four."""
+    for rows, size, addends in ((8, 8, (4,)), (9, 8, ()), (8, 6, ())):
+        x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, size), (size, 16)))
+        assert jax.eval_shape(all_reduce._product, x, kernel).shape == (*addends, rows, 16)
     most = 3 << 19  # bytes
     assert not all_reduce.by_owner(2, 64, most // 2 // 64 // 2)
     assert all_reduce.by_owner(2, 64, most // 2 // 64 // 2 + 1)
