@@ -337,6 +337,13 @@ MUTANTS_OF_MODELS = [
         "tests/test_sharding.py",
     ),
     Mutant(
+        "all-reduce: more programs than run at the same time",
+        "examples/all_reduce.py",
+        "most = 8 if rows <= _FEW_ROWS else 1",
+        "most = 8",
+        "tests/test_all_reduce.py",
+    ),
+    Mutant(
         "rope: a ramp without a length divides by 0",
         "examples/rope.py",
         "last += 0.001 if first == last else 0",

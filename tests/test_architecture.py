@@ -87,6 +87,7 @@ OWNERS = {
         "paged_jax.kernels.mosaic_gpu",
         "benchmarks.peers",
         "examples.all_reduce",
+        "examples.exchange",
         "examples.expert_kernel",
         "examples.moe",
     ),
