@@ -132,6 +132,28 @@ def test_two_runs_give_the_same_bits(run):
         assert a.tobytes() == b.tobytes()
 
 
+def test_bits_of_one_sequence_at_a_time(run):
+    """Calls for one sequence at a time give a row the same bits alone and in any batch, at any place."""
+    made = make(next(case for case in CASES if str(case) == "deepseek-8-heads"))
+    arrays, static = made.decode, without_causal(made.static)
+
+    def one_at_a_time(query, latent_cache, block_tables, seq_lens, implementation):
+        def one(arrays):
+            query, table, length = (x[None] for x in arrays)
+            return paged_jax.mla_paged_attention(
+                query, latent_cache, table, length, **static, return_lse=True, implementation=implementation
+            )
+
+        return jax.lax.map(one, (query, block_tables, seq_lens))
+
+    def rows(order):
+        own = {name: x if name == "latent_cache" else x[np.array(order)] for name, x in arrays.items()}
+        return jax.tree.leaves(run(one_at_a_time, **own))
+
+    for batch, alone in zip(rows([0, 1, 0]), rows([0]), strict=True):
+        assert batch[0].tobytes() == batch[2].tobytes() == alone[0].tobytes()
+
+
 NUM_BLOCKS, BLOCK_SIZE, LATENT_SIZE = 7, 4, 48
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 SLOTS = np.array([5, -1, 0, -5, NUM_SLOTS, NUM_SLOTS + 3, 2**31 - 1, -(2**31), NUM_SLOTS - 1, 17, 6, 16], np.int32)
