@@ -49,7 +49,7 @@ def make(sizes: Sizes) -> tuple[jax.Array, PagedKVCache, list[tuple[Any, SharedP
             own_tables=jnp.asarray(own_tables),
             own_lens=jnp.full(sizes.num_seqs, sizes.own_len, jnp.int32),
         )
-        sets.append((jnp.asarray(whole), shared))
+        sets.append((jnp.asarray(whole), shared.joined()))
     return query, PagedKVCache(pools[0], pools[1]), sets
 
 

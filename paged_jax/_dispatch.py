@@ -13,9 +13,11 @@ call, it raises `Unsupported` with every reason; any other error is a mistake an
 - copy_blocks: ``(key_caches, value_caches)``, two tuples with one cache for each layer
 
 A package for GPUs may also have ``leads(op, operands) -> bool``, which says whether the package is the fastest for a
-call and should be tried first.
+call and should be tried first. A package whose ragged attention merges the rows of a query (`AttentionOptions.copies`)
+has ``merges_copies(operands) -> bool``, which says whether it takes the call, and faster than one call for each row.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -23,10 +25,12 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from paged_jax import _partition, _selection, _vmap
 from paged_jax._selection import Selection
+from paged_jax._states import merge_states
 from paged_jax.kernels.problem import Unsupported
 
 Implementation = Literal[  # a line for each
@@ -60,6 +64,18 @@ def call(op: str, operands: Any, *, implementation: str | None, unwanted: tuple[
         # function that makes this call keeps its trace and runs it later.
         jax.eval_shape(answer, operands)
     return _bind(op, implementation, tuple(sorted(static.items())), unwanted)(operands)
+
+
+def merges_copies(operands: Any, implementation: str | None) -> bool:
+    """Whether an implementation runs ragged attention here that merges the rows of each query, and this is faster."""
+    if _has_symbolic_sizes(operands):
+        return False
+    try:
+        jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return False
+    names = _ON_CUDA if implementation is None else (implementation,)
+    return any(_has_copies(name) and _package(name).merges_copies(operands) for name in names)
 
 
 @functools.cache
@@ -165,7 +181,23 @@ def _run(implementation: str, op: str, operands: Any, static: dict[str, Any]) ->
     """Runs the op by this implementation."""
     if implementation in _ON_CUDA and _has_symbolic_sizes(operands):
         raise Unsupported(implementation, ["lacks symbolic sizes"])  # tilings and grids are chosen for numbers
-    return _load(implementation, op)(*operands, **static)
+    function = functools.partial(_load(implementation, op), **static)
+    is_plain = op != "ragged_paged_attention" or operands.options.copies == 1 or _has_copies(implementation)
+    return function(*operands) if is_plain else _row_by_row(function, operands)
+
+
+def _row_by_row(attend: Callable, operands: Any) -> Any:
+    """Attends to all rows of the batch as if each had a query of its own, and merges the results of a query's rows."""
+    copies = operands.options.copies
+    options = dataclasses.replace(operands.options, copies=1)
+    out, lse = attend(*operands._replace(query=jnp.concatenate([operands.query] * copies), options=options))
+    states = zip(jnp.split(out, copies), jnp.split(lse, copies), strict=True)
+    return functools.reduce(lambda one, other: merge_states(*one, *other), states)
+
+
+def _has_copies(implementation: str) -> bool:
+    """Whether the implementation merges the rows of each query by itself."""
+    return implementation in _ON_CUDA and hasattr(_package(implementation), "merges_copies")
 
 
 def _has_symbolic_sizes(operands: Any) -> bool:

@@ -181,6 +181,9 @@ class AttentionOptions:
       logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
       block_sparse: the pattern, whose `vert_stride` is above 1, or None.
       causal: whether a query sees only the tokens up to its own position; if not, it sees all of its sequence's.
+      copies: rows of a ragged batch for each row of the query: 1 in public ops, or 2, and then the results of a query's
+        rows are merged. Row i of the batch is query ``i % num_queries``. The last sequences of the batch, one for each
+        query in order, have the second rows as their only queries.
     """
 
     scale: Array
@@ -194,3 +197,4 @@ class AttentionOptions:
     logits_soft_cap: float | None = field(metadata={"static": True})
     block_sparse: BlockSparse | None = field(metadata={"static": True})
     causal: bool = field(default=True, metadata={"static": True})
+    copies: int = field(default=1, metadata={"static": True})

@@ -34,6 +34,7 @@ KEPT = Path(__file__).with_name("choices.txt")
 _HOPPER, _OTHERS = (90, 132), ((80, 108), (89, 58), (90, 114), (100, 148))
 _PATTERNS = BlockSparse(4, 8, 256, 0), BlockSparse(0, 6, 256, 4), BlockSparse(1, 9, 256, -2)
 _NOT_SHOWN = {"attention", "geometry", "problem", "kinds", "kinds_there", "kernel_name", "takes_all"}
+_NOT_SHOWN |= {"merges_copies", "partial_bytes", "splits_of_whole"}  # they follow from `copies`, which is 1 here
 
 
 def _array(dtype, *shape):

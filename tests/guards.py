@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 import paged_jax
-from paged_jax import BlockSparse
+from paged_jax import BlockSparse, _dispatch
 from paged_jax.kernels import problem
 from paged_jax.kernels.problem import Device
+from paged_jax.ops.shared import attend_in_one_call
 
 KEPT = Path(__file__).with_name("guards.txt")
 _COUNTED = re.compile("barrier_|commit_|wait_|copy_|set_max|wgmma|inline_|async_|swap|store|addupdate")
@@ -52,6 +53,19 @@ def _call(op, *, cache_dtype="bfloat16", num_seqs=4, queries=1, heads=(8, 2), he
     return lambda arrays: getattr(paged_jax, op)(**arrays, **options, implementation="mosaic_gpu"), arrays
 
 
+def _shared(num_queries, num_prefixes):
+    """A call that gives each query two rows of a ragged batch, and its arguments, as shapes."""
+    num_seqs = num_prefixes + 1 + num_queries
+    _, arrays = _call("ragged_paged_attention", num_seqs=num_seqs)
+    arrays["query"] = _array("bfloat16", num_queries, 8, 128)
+
+    def run(arrays):
+        with mock.patch.object(_dispatch, "merges_copies", return_value=True):
+            return attend_in_one_call(**arrays, implementation="mosaic_gpu")
+
+    return run, arrays
+
+
 _SCALES: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
 _SLOTS: dict[str, Any] = dict.fromkeys(("k_scale", "v_scale"), jnp.ones((9, 2, 16), jnp.float32))
 _SINKS = jnp.ones(8, jnp.float32)
@@ -76,6 +90,7 @@ _CALLS = {
     "ragged, scales of slots": (_call("ragged_paged_attention", queries=100, **_SLOTS), Device()),
     "ragged, a pattern": (_call("ragged_paged_attention", queries=100, block_sparse=BlockSparse(2, 4)), Device()),
     "prefix": (_call("prefix_attention", queries=100), Device()),
+    "shared prefixes": (_shared(64, 2), Device()),
     "mla": (_call("mla_paged_attention", heads=(16, 1)), Device()),
     "ragged mla": (
         _call("ragged_mla_attention", heads=(128, 1), queries=3, num_seqs=90, sinks=jnp.ones(128)),

@@ -46,6 +46,27 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged.py -k in_the_interpreter",
     ),
     Mutant(
+        "mosaic_gpu: own tokens of shared prefixes have the first queries",
+        "kernels/mosaic_gpu/ragged/plan.py",
+        "return lax.rem(item.first_token, jnp.int32(geometry.problem.num_queries))",
+        "return lax.rem(item.first_token, jnp.int32(geometry.problem.num_queries - 1))",
+        "tests/test_shared_prefixes.py -k in_the_interpreter",
+    ),
+    Mutant(
+        "mosaic_gpu: items of shared prefixes leave no partial results if they are whole",
+        "kernels/mosaic_gpu/ragged/geometry.py",
+        "return 0 if self.merges_copies else 1",
+        "return 1",
+        "tests/test_shared_prefixes.py -k random_batches",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items of shared prefixes begin late",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "_wide_at_once(counts, geometry)[None]",
+        "_wide_programs(totals, geometry)[None]",
+        "tests/test_shared_prefixes.py -k random_batches",
+    ),
+    Mutant(
         "mosaic_gpu: items are split into more than there is room for",
         "kernels/mosaic_gpu/ragged/sequence.py",
         "* (1 / share) + kind.rounded)",

@@ -46,6 +46,7 @@ ALLOWED = {
     "paged_jax._dispatch": (
         "paged_jax._partition",
         "paged_jax._selection",
+        "paged_jax._states",
         "paged_jax._vmap",
         "paged_jax.kernels",
     ),

@@ -3,6 +3,8 @@
 It is written in MLIR and PTX, so Pallas's interpreter replaces it. Here a warpgroup in NumPy runs it (`warpgroup.py`).
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
 from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.ptx import merge as mla_merge
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry as RaggedGeometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ragged_merge
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import PerHead
@@ -92,6 +95,47 @@ def test_rows_of_ragged_attention(gpu, of_kind, splits, together, has_sinks):
         at = slice(first, first + splits), of_tile // half, of_tile % half * 4 + head % 4
         expected[first_token + token, head] = merged(out[at], log_sums[at], SINKS[head] if has_sinks else None)
     assert any(np.isneginf(lse) for _, lse in expected.values())
+    check(refs, expected)
+
+
+def places_of(copy, head, kind):
+    """The indices of a row's partial results."""
+    tile, of_tile = divmod(copy.token, kind.tokens)
+    later, kv_head = copy.query_tiles - 1 - tile, head // 4
+    item = later * 2 + kv_head if copy.heads_together == 2 else kv_head * copy.query_tiles + later
+    half, of_half = divmod(of_tile, kind.geometry.half_tokens)
+    first = copy.first_partial + item * copy.splits
+    return slice(first, first + copy.splits), half, of_half * 4 + head % 4
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_copies_of_queries(gpu, has_sinks):
+    """The two rows of a query have partial results in items of any kind, or none; nine are loaded in two steps."""
+    rng, options = np.random.default_rng(2), {"sinks": SINKS} if has_sinks else None
+    geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
+    geometry = RaggedGeometry(dataclasses.replace(geometry.problem, copies=2), geometry.tuning)
+    none = ragged_merge.Copy(*scalars(0, 0, 1, 2, 0, 0))
+    wide = ragged_merge.Copy(*scalars(1, geometry.kinds[0].tokens + 21, 2, 1, 2, 3))
+    thin = ragged_merge.Copy(*scalars(0, 5, 1, 2, 7, 1))
+    pairs = [(wide, thin), (none, thin), (none, none), (thin, wide._replace(heads_together=np.int32(2)))]
+    kinds = {int(kind.is_wide): kind for kind in geometry.kinds}
+    partials = {is_wide: partials_of(rng, (16, kind.halves, 64), 64) for is_wide, kind in kinds.items()}
+    shape = len(pairs) + 1, 8, 64
+    refs = ragged_merge.CopyRefs(
+        *(Partials(*map(gpu.put, partials[is_wide])) for is_wide in (1, 0)),
+        gpu.put(SINKS) if has_sinks else None,
+        gpu.put(np.full(shape, np.nan, dtype_of("bfloat16"))),
+        gpu.put(np.full(shape[:-1], np.nan, np.float32)),
+    )
+    expected = {}
+    for query, pair in enumerate(pairs):
+        for group in range(8 // geometry.merged_rows):
+            number = np.int32(query * 8 // geometry.merged_rows + group)
+            ragged_merge.merge_copies(refs, number, list(pair), geometry)
+        for head in range(8):
+            found = [[x[places_of(copy, head, kinds[copy.is_wide])] for x in partials[copy.is_wide]] for copy in pair]
+            out, log_sums = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            expected[query, head] = merged(out, log_sums, SINKS[head] if has_sinks else None)
     check(refs, expected)
 
 

@@ -287,7 +287,8 @@ def test_nothing_has_no_negative_number_of_tiles():
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loaded(stages):
     """The next query's memory holds results until then. If it came sooner, no interpreter would see the race."""
-    loader = SimpleNamespace(kind=SimpleNamespace(is_wide=False, stages=stages))
+    geometry = SimpleNamespace(merges_copies=False)
+    loader = SimpleNamespace(kind=SimpleNamespace(is_wide=False, stages=stages, geometry=geometry))
     for num_tiles in range(20):
         before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))
         assert min(num_tiles, stages + 2) <= before <= num_tiles

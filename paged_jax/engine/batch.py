@@ -343,7 +343,7 @@ class StepShape(NamedTuple):
         columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] + skipped[:, None] // block_size
         own_tables = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1)
         first = jnp.minimum(starts[:-1], self.num_rows - 1)
-        return SharedPrefixes(tables[first], prefix_lens, starts, own_tables, lens - skipped)
+        return SharedPrefixes(tables[first], prefix_lens, starts, own_tables, lens - skipped).joined()
 
 
 @functools.lru_cache(maxsize=1024)

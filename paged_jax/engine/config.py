@@ -61,7 +61,7 @@ class EngineConfig:
       free_tokens_per_step: up to how many tokens a step takes hardly longer than for one, because it reads the weights
         for most of its time. Drafts are weighed with it. The default is a round number for 16-bit weights on one H200.
       least_shared_tokens: how many tokens a decode step must not read again, so that shared prefixes are read apart. To
-        read them apart costs two more kernels in each layer. The default is a round number for 8 kv heads of 128
+        read them apart costs up to two more kernels in each layer. The default is a round number for 8 kv heads of 128
         16-bit elements on one H200.
 
     Example:

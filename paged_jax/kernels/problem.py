@@ -157,7 +157,7 @@ class Problem(Attention):
 
     Attributes:
       num_seqs: rows of the block tables.
-      num_tokens: rows of the query; in decode at most num_seqs.
+      num_tokens: rows of the batch, `copies` for each row of the query; in decode at most num_seqs.
       num_blocks: blocks in each cache.
       max_blocks_per_seq: columns of the block tables.
       max_seq_len: upper bound of the lengths, in tokens.
@@ -165,6 +165,7 @@ class Problem(Attention):
       prefix: whether the call has new tokens' keys and values in arrays beside the caches.
       writes_tokens: whether the call writes its new tokens into the caches.
       partition_size: tokens of each partition in v2; None in the other ops.
+      copies: rows of the batch for each row of the query, as in `paged_jax.options.AttentionOptions`.
     """
 
     num_seqs: int
@@ -176,6 +177,7 @@ class Problem(Attention):
     prefix: bool = False
     writes_tokens: bool = False
     partition_size: int | None = None
+    copies: int = 1
 
     @classmethod
     def of_call(
@@ -220,12 +222,18 @@ class Problem(Attention):
             block_sparse=options.block_sparse,
             causal=options.causal,
             num_seqs=block_tables.shape[0],
-            num_tokens=num_tokens,
+            num_tokens=num_tokens * options.copies,
             num_blocks=num_blocks,
             max_blocks_per_seq=block_tables.shape[1],
             max_seq_len=options.max_seq_len,
             max_query_len=options.max_query_len,
+            copies=options.copies,
         )
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of the query."""
+        return self.num_tokens // self.copies
 
     @property
     def attention(self) -> Attention:

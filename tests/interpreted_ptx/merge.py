@@ -14,17 +14,42 @@ def merge_rows(refs, group, kind):
         pl.when(row < group.num_rows)(partial(_merge_row, refs, group, row, kind))
 
 
+def merge_copies(refs, number, copies, geometry):
+    for i in range(geometry.merged_rows):
+        row = number * geometry.merged_rows + i
+        query, head = row // geometry.problem.num_heads, row % geometry.problem.num_heads
+        state = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(geometry.problem.head_size, jnp.float32)
+        for copy in copies:
+            for kind, partials in zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True):
+                if kind.may_exist:
+                    splits = jnp.where(copy.is_wide == int(kind.is_wide), copy.splits, 0)
+                    state = _add(state, splits, *_place(copy.token, head, copy, kind), partials)
+        _store(state, refs, query, head, geometry.problem)
+
+
 def _merge_row(refs, group, row, kind):
     """Merges one row. On a GPU, several threads merge it."""
-    geometry, problem, partials = kind.geometry, kind.geometry.problem, refs.partials
+    problem = kind.geometry.problem
     token, head = row // problem.num_heads, row % problem.num_heads
+    empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(problem.head_size, jnp.float32)
+    state = _add(empty, group.splits, *_place(token, head, group, kind), refs.partials)
+    _store(state, refs, group.first_token + token, head, problem)
+
+
+def _place(token, head, group, kind):
+    """The first partial result of the item of a token and a head, and the indices of their row in it."""
+    geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = token // kind.tokens, token % kind.tokens
     kv_head, together = head // problem.group, group.heads_together
     first_head = kv_head // together * together
     heads = jnp.minimum(together, problem.num_kv_heads - first_head)
     item = first_head * group.query_tiles + (group.query_tiles - 1 - tile) * heads + kv_head - first_head
-    first = group.first_partial + item * group.splits
     index = of_tile // geometry.half_tokens, of_tile % geometry.half_tokens * problem.group + head % problem.group
+    return group.first_partial + item * group.splits, index
+
+
+def _add(state, splits, first, index, partials):
+    """Adds the partial results of a row to a softmax."""
 
     def add(number, state):
         top, total, out = state
@@ -33,8 +58,12 @@ def _merge_row(refs, group, row, kind):
         rescale, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
         return new_top, total * rescale + weight, out * rescale + partials.out[first + number, *index] * weight
 
-    zeros = jnp.zeros(problem.head_size, jnp.float32)
-    top, total, out = lax.fori_loop(0, group.splits, add, (jnp.float32(-1e30), jnp.float32(0), zeros))
+    return lax.fori_loop(0, splits, add, state)
+
+
+def _store(state, refs, token, head, problem):
+    """Stores a row."""
+    top, total, out = state
     norm, base = total, top
     if problem.per_head.sinks:
         sink = refs.sinks[head] * np.float32(np.log2(np.e))
@@ -42,6 +71,6 @@ def _merge_row(refs, group, row, kind):
         norm = total * jnp.exp2(top - base) + jnp.exp2(sink - base)
         out = out * jnp.exp2(top - base)
     norm = jnp.where(total != 0, norm, 1.0)
-    refs.out[group.first_token + token, head] = (out / norm).astype(refs.out.dtype)
+    refs.out[token, head] = (out / norm).astype(refs.out.dtype)
     log_sum = (base + jnp.log2(norm)) / np.float32(np.log2(np.e))
-    refs.lse[group.first_token + token, head] = jnp.where(total != 0, log_sum, -jnp.inf)
+    refs.lse[token, head] = jnp.where(total != 0, log_sum, -jnp.inf)

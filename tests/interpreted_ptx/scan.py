@@ -43,4 +43,5 @@ def copy_columns(from_smem, to_gmem, count):
 
 
 def number_at_most(sums_ref, row, last, number):
-    return (sums_ref[row, 1 : last + 1] <= number).sum(dtype=jnp.int32)
+    sums_ref = sums_ref.at[row] if len(sums_ref.shape) > 1 else sums_ref
+    return (sums_ref[1 : last + 1] <= number).sum(dtype=jnp.int32)

@@ -1,15 +1,23 @@
 """Chooses between the decode kernel and the ragged kernel, for ops that both can run."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 
+from paged_jax.kernels import problem as facts
 from paged_jax.kernels.mosaic_gpu.decode import call as decode
 from paged_jax.kernels.mosaic_gpu.decode import choose
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
-from paged_jax.kernels.problem import Device, Problem
+from paged_jax.kernels.mosaic_gpu.ragged import choose as ragged_choose
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+# Limits of calls that merge the rows of each query.
+_LEAST_GROUP, _LEAST_HEAD_SIZE = 4, 128
+_MOST_PARTIAL_BYTES = 128 << 20
 
 
 def is_decode(
@@ -26,10 +34,28 @@ def is_decode(
     lengths"). There must be no more rows than sequences, because each row of padding goes to a sequence without a
     query.
     """
-    if options.max_query_len != 1 or seq_lens.shape[0] < query.shape[0]:
+    if options.max_query_len != 1 or options.copies > 1 or seq_lens.shape[0] < query.shape[0]:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     return not choose.refusals(problem, Device())  # the default `Device`: both kernels refuse GPUs other than Hopper's
+
+
+def merges_copies(operands: Any) -> bool:
+    """Whether the ragged kernel takes a batch with several rows for each query, and is the fastest for it.
+
+    Shared prefixes make such batches. They keep the matrix units busy while the queries' own tokens keep memory busy.
+    Over 8 bits two calls are faster (benchmarks/LOG.md, "Shared prefixes in one call"); small groups and small heads,
+    of which a thin item uses few rows, have not been timed.
+    """
+    arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
+    problem, device = Problem.of_call(*arrays, operands.options), facts.device()
+    if problem.cache_itemsize == 1 or problem.group < _LEAST_GROUP or problem.head_size < _LEAST_HEAD_SIZE:
+        return False
+    try:
+        geometry = Geometry(problem, ragged_choose.tune(problem, device))
+    except Unsupported:
+        return False
+    return geometry.partial_bytes <= _MOST_PARTIAL_BYTES
 
 
 def paged_attention(

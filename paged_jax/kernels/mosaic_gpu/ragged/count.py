@@ -78,7 +78,8 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
     is_summed = jnp.arange(len(table))[:, None] % len(Counted) != Counted.SPLITS
     table = jnp.where(is_summed, _sums_before(table), jnp.pad(table, ((0, 0), (0, 1))))
-    return Counts(table, order, _wide_programs(totals, geometry)[None])
+    counts = Counts(table, order, _wide_programs(totals, geometry)[None])
+    return counts._replace(wide_programs=_wide_at_once(counts, geometry)[None]) if geometry.merges_copies else counts
 
 
 def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
@@ -113,7 +114,9 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
             splits = {row: x for row, x in columns.items() if row % len(Counted) == Counted.SPLITS}
             scan.store(splits, smem.table, part * WARPGROUP)
     sum_up_before((Counted.ITEMS, Counted.PARTIALS))
-    smem.wide_programs[0] = _wide_programs(totals, geometry)
+    found = Counts(smem.table, smem.order, smem.wide_programs)
+    wide_programs = _wide_at_once(found, geometry) if geometry.merges_copies else _wide_programs(totals, geometry)
+    smem.wide_programs[0] = wide_programs
     if geometry.merges:
         last = geometry.tuning.num_programs - 1  # its first item is the shortest, so it has the most time
 
@@ -122,7 +125,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
             sum_up_before((Counted.MERGES,))
             _leave_counts(refs, geometry)
 
-    return Counts(smem.table, smem.order, smem.wide_programs)
+    return found
 
 
 def _ordered(
@@ -196,6 +199,18 @@ def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
     return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
+
+
+def _wide_at_once(counts: Counts, geometry: Geometry) -> Any:
+    """Computes `Counts.wide_programs` if each query has several rows: all wide items begin at once.
+
+    A shared prefix is few wide items, which are long. If one of them began late, it would end last.
+    """
+    wide, thin = geometry.kinds
+    if not wide.may_exist:
+        return jnp.int32(0)
+    for_thin = (total(Counted.ITEMS, thin, counts) > 0).astype(jnp.int32)
+    return lax.min(total(Counted.ITEMS, wide, counts), geometry.tuning.num_programs - for_thin)
 
 
 def _over_parts(count: Callable[[Sequence], Array], parts: list[Sequence]) -> Array:
@@ -276,7 +291,8 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
         rows = num_queries(sequences, kind) * geometry.problem.num_heads
         merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)
         counts[_row(Counted.ITEMS, kind)] = items * splits
-        counts[_row(Counted.PARTIALS, kind)] = jnp.where(splits > 1, items * splits, 0)
+        has_partials = splits > kind.geometry.splits_of_whole
+        counts[_row(Counted.PARTIALS, kind)] = jnp.where(has_partials, items * splits, 0)
         counts[_row(Counted.MERGES, kind)] = jnp.where(splits > 1, merges, 0)
         counts[_row(Counted.SPLITS, kind)] = splits
     return counts

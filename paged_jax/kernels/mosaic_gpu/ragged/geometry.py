@@ -18,6 +18,8 @@ NO_ITEM, WIDE, THIN = range(3)
 _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
 
+_UNORDERED_THIN_SHARE = 0.5
+
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 """The number of splits is truncated after one of these is added.
 
@@ -45,7 +47,7 @@ class Geometry:
     @property
     def kernel_name(self) -> str:
         """The name that profiles show, such as "ragged_wide_thin_hd128_g4"."""
-        op = "prefix" if self.problem.prefix else "ragged"
+        op = "prefix" if self.problem.prefix else "ragged" if self.problem.copies == 1 else "shared"
         kinds = "_".join("wide" if kind.is_wide else "thin" for kind in self.kinds_there)
         return f"{op}_{kinds}_hd{self.problem.head_size}_g{self.problem.group}"
 
@@ -164,14 +166,30 @@ class Geometry:
         A thread of a warpgroup compares one sequence with all others. More of them keep their order: even the longest
         is short compared with the work of a program, and sorting takes longer.
         """
-        return 1 < self.problem.num_seqs <= _MOST_ORDERED
+        return 1 < self.problem.num_seqs <= _MOST_ORDERED and not self.merges_copies
 
-    # The merge of split items.
+    # The merge of split items, or of the rows of each query.
 
     @property
     def merges(self) -> bool:
-        """Whether any item may be split."""
+        """Whether any item may be split, or must leave a partial result."""
         return any(kind.may_split for kind in self.kinds)
+
+    @property
+    def merges_copies(self) -> bool:
+        """Whether each query has several rows. Then every item leaves a partial result, also if it is not split."""
+        return self.problem.copies > 1
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of global memory that are set aside for partial results."""
+        rows = sum(kind.num_partials * kind.halves * WGMMA_ROWS for kind in self.kinds)
+        return 4 * rows * (self.problem.head_size + 1)
+
+    @property
+    def splits_of_whole(self) -> int:
+        """The number of splits of an item that leaves no partial result; 0 if every item leaves one."""
+        return 0 if self.merges_copies else 1
 
     @property
     def threads_of_row(self) -> int:
@@ -180,8 +198,9 @@ class Geometry:
 
     @property
     def merged_rows(self) -> int:
-        """Rows that a warpgroup merges at a time."""
-        return WARPGROUP // self.threads_of_row
+        """Rows that a warpgroup merges at a time; if each query has several rows, they are heads of one query."""
+        rows = WARPGROUP // self.threads_of_row
+        return math.gcd(rows, self.problem.num_heads) if self.merges_copies else rows
 
 
 @dataclass(frozen=True)
@@ -338,7 +357,7 @@ class ItemKind:
 
     @property
     def may_split(self) -> bool:
-        """Whether any of these items may be split."""
+        """Whether any of these items may be split, or leave a partial result because each query has several rows."""
         return self.num_partials > 0
 
     @property
@@ -350,20 +369,36 @@ class ItemKind:
         and all items together cost no more than total work.
         """
         problem, tuning = self.geometry.problem, self.geometry.tuning
+        if not self.may_exist:
+            return 0
+        unsplit = self._most_query_tiles * problem.num_kv_heads if self.geometry.merges_copies else 0
         tiles = pl.cdiv(problem.max_seq_len, self.tile) + (1 if problem.prefix else 0)
         most_splits = pl.cdiv(tiles * self.tile_cost, self.least_split)
-        if not self.may_exist or most_splits <= 1:
-            return 0
+        if most_splits <= 1:
+            return unsplit
         most = math.ceil(2 / (2 - self.rounded) / min(self.shares) * tuning.num_programs)
         if self.is_wide:
-            return most
+            return most + unsplit
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
-        return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits)
+        return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits) + unsplit
+
+    @property
+    def _most_query_tiles(self) -> int:
+        """An upper bound of the number of query tiles of all sequences."""
+        problem = self.geometry.problem
+        if self.is_wide:  # each has more tokens than a half
+            return problem.num_tokens // (self.geometry.half_tokens + 1)
+        return problem.num_seqs + (problem.num_tokens // self.tokens if self.takes_all else 0)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Candidate costs of a split, as fractions of total work / programs. Without an order only even shares are."""
+        """Candidate costs of a split, as fractions of total work / programs. Without an order only even shares are.
+
+        If each query has several rows, sequences have no order, and thin splits are short: one may begin last.
+        """
         shares = _WIDE_SHARES if self.is_wide else _THIN_SHARES
+        if self.geometry.merges_copies and not self.is_wide:
+            return (_UNORDERED_THIN_SHARE,)
         return shares if self.geometry.orders_sequences else shares[:1]
 
     @property

@@ -69,7 +69,8 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
-        _clear_padding(refs, geometry)
+        if not geometry.merges_copies:
+            _clear_padding(refs, geometry)
         _attend_to_items(refs, geometry)
 
     @pl.when(warpgroup == _LOADS)

@@ -140,10 +140,14 @@ class _ItemLoader:
         For a thin item, they are all tiles except the last two. The next query arrives while these two are loaded. An
         earlier claim could take an item that another program would begin sooner. But at least stages + 2 tiles are
         loaded before the claim, if the item has so many. By then, both warpgroups have begun this item, so the results
-        of the previous item no longer occupy the shared memory of the next query.
+        of the previous item no longer occupy the shared memory of the next query. If each query has several rows, the
+        claim comes as soon as the item's tiles fill all stages: own tokens behind a prefix may be few tiles. Then the
+        loading warpgroup may wait for the memory of the next query, but it would wait for a stage anyway.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(2 if self.kind.geometry.has_whole_tiles else 1))
+        if self.kind.geometry.merges_copies:
+            return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages)))
         return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
 
     def number_after(self, number: Scalar) -> Scalar:
@@ -176,11 +180,11 @@ class _ItemLoader:
         stage = items.query_stage(items.stage_of(items_before), geometry)
         pl.when(items_before >= geometry.tuning.queries)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
         half = jnp.int32(geometry.half_tokens)
-        query_gmem, query_smem = self.refs.inputs_gmem.query, query.rows
-        first = rows.QueryRows(item.first_token, lax.min(item.num_tokens, half), item.kv_head)
+        query_gmem, query_smem, token = self.refs.inputs_gmem.query, query.rows, plan.query_of(item, geometry)
+        first = rows.QueryRows(token, lax.min(item.num_tokens, half), item.kv_head)
         rows.load_queries(query_gmem, query_smem.at[stage, 0], first, self.kind)
         if self.kind.is_wide:
-            second = rows.QueryRows(item.first_token + half, item.num_tokens - half, item.kv_head)
+            second = rows.QueryRows(token + half, item.num_tokens - half, item.kv_head)
             rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
         elif geometry.divides_queries:  # each warpgroup divides a copy of its own in place
             rows.load_queries(query_gmem, query_smem.at[stage, 1], first, self.kind)

@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import MOST_EXACT, Scalar, at_
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, pattern_of, rank_of, token_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence
@@ -39,7 +39,7 @@ class Item(NamedTuple):
     kind: Scalar  # NO_ITEM, WIDE or THIN
     kv_head: Scalar
     seq: Scalar  # row of the block tables
-    first_token: Scalar  # row of the query
+    first_token: Scalar  # row of the batch
     num_tokens: Scalar  # query tokens
     position: Scalar  # the first query token's position in its sequence
     origin: Scalar  # the rank of the first token in the first tile
@@ -101,7 +101,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     context = _context(sequence, position, num_tokens, kv_head, kind)
     tiles_each = _quotient(context.num_tiles + splits - 1, splits, kind)
     first_tile = lax.min(split * tiles_each, context.num_tiles)
-    partial = jnp.int32(WHOLE)
+    partial, is_partial = jnp.int32(WHOLE), splits > kind.geometry.splits_of_whole
     return Item(
         kind=jnp.where(exists, kind.code, NO_ITEM),
         kv_head=kv_head,
@@ -121,10 +121,17 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         ),
         context_len=context.context_len,
         new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
-        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, ordinal, kind, counts) + of_sequence, partial)
+        partial=jnp.where(is_partial, count.before(Counted.PARTIALS, ordinal, kind, counts) + of_sequence, partial)
         if kind.may_split
         else partial,
     )
+
+
+def query_of(item: Item, geometry: Geometry) -> Scalar:
+    """The row of the query that holds an item's first query token."""
+    if not geometry.merges_copies:
+        return item.first_token
+    return lax.rem(item.first_token, jnp.int32(geometry.problem.num_queries))
 
 
 def _tile_and_head(number: Scalar, query_tiles: Scalar, num_items: Scalar, kind: ItemKind) -> tuple[Scalar, Scalar]:

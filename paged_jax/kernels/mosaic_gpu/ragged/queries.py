@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged import items, softmax
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
@@ -49,7 +49,9 @@ def read(stage: Scalar, refs: Refs, geometry: Geometry) -> Array:
     """
     kind = items.kind_of(stage, refs.smem)
     half = jnp.where(kind == WIDE, lax.axis_index("warpgroup"), 0)
-    rows = softmax.query_rows_of(items.read(stage, refs.smem), half, geometry)
+    item = items.read(stage, refs.smem)
+    item = item._replace(first_token=plan.query_of(item, geometry))
+    rows = softmax.query_rows_of(item, half, geometry)
     return ptx.read_queries(refs.inputs_gmem.query, rows, geometry)
 
 

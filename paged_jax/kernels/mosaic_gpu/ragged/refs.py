@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays that the ragged kernel reads, and the counters of claims. Absent options have any value."""
 
-    query: Ref  # [num_tokens, num_heads, head_size]
+    query: Ref  # [num_queries, num_heads, head_size]
     key_cache: Ref
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
@@ -74,8 +74,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The arrays that the ragged kernel writes."""
 
-    out: Ref  # [num_tokens, num_heads, head_size]
-    lse: Ref  # [num_tokens, num_heads]
+    out: Ref  # [num_queries, num_heads, head_size]; if all results are partial, only the merge kernel writes it
+    lse: Ref  # [num_queries, num_heads]
     counts: Counts  # for the merge kernel, if this kernel counts
     wide_partials: Partials
     thin_partials: Partials
@@ -191,8 +191,8 @@ def outputs(geometry: Geometry) -> Outputs:
         return Partials(jax.ShapeDtypeStruct((*rows, problem.head_size), f32), jax.ShapeDtypeStruct(rows, f32))
 
     return Outputs(
-        jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads, problem.head_size), problem.query_dtype),
-        jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads), f32),
+        jax.ShapeDtypeStruct((problem.num_queries, problem.num_heads, problem.head_size), problem.query_dtype),
+        jax.ShapeDtypeStruct((problem.num_queries, problem.num_heads), f32),
         counts,
         *(partials(kind) for kind in geometry.kinds),
     )

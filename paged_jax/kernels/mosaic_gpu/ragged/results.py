@@ -60,7 +60,9 @@ def store(
     def store_partial():
         _store_partial(item.partial, half, rows, state, refs, kind)
 
-    if not kind.may_split:
+    if kind.geometry.merges_copies:
+        store_partial()
+    elif not kind.may_split:
         store_whole()
     else:
         pl.when(item.partial < 0)(store_whole)

@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
 _WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded together; wide items have few splits
 
@@ -48,6 +48,27 @@ class RowRefs(NamedTuple):
     sinks: Ref
     out: Ref
     lse: Ref
+
+
+class CopyRefs(NamedTuple):
+    """The arrays of a merge of copies: references, or their addresses as MLIR values."""
+
+    wide_partials: Partials
+    thin_partials: Partials
+    sinks: Ref
+    out: Ref
+    lse: Ref
+
+
+class Copy(NamedTuple):
+    """One of a query's rows of the batch, and where its partial results are."""
+
+    is_wide: Scalar  # 1 if the row is in wide items, 0 if it is in thin ones
+    token: Scalar  # the row's index among its sequence's query tokens that are in items of this kind
+    query_tiles: Scalar  # as in `RowGroup`, like the other fields
+    heads_together: Scalar
+    splits: Scalar
+    first_partial: Scalar
 
 
 class _Row(NamedTuple):
@@ -84,6 +105,83 @@ def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
     merge_own_elements(*leaves, *group)
 
 
+def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: Geometry) -> None:
+    """Merges group `number` of neighbouring heads of one query. A group has heads of one query only."""
+    problem, (leaves, tree) = geometry.problem, jax.tree.flatten(refs)
+    scalars, scalars_tree = jax.tree.flatten((number, copies))
+
+    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(scalars))
+    def merge_own_elements(_, *arguments):
+        at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
+        values = [x.registers.item() for x in arguments[len(leaves) :]]
+        number, copies = jax.tree.unflatten(scalars_tree, values)
+        index = thread_index_read_again()
+        lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
+        exists = less(lane, i32(geometry.merged_rows))
+        row = add(mul(number, geometry.merged_rows), arith.select(exists, lane, i32(0)))
+        head = rem(row, problem.num_heads)
+        sources, total = [], i32(0)
+        for copy in copies:
+            sources.append(_source_of(at, copy, head, total, geometry))
+            total = add(total, copy.splits)
+
+        def load(number):
+            exists = less(number, total)
+            partials, index = _find(arith.select(exists, number, i32(0)), sources)
+            return merge.load_partial(partials, exists, index, column, problem.head_size)
+
+        merged = merge.merged(load, total, _THIN_IN_FLIGHT)
+        sinks = at.sinks if problem.per_head.sinks else ABSENT
+        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, head)
+        merge.store(
+            at.out, at.lse, merge.OwnElements(exists, row, column), out, lse, problem.head_size, problem.query_dtype
+        )
+
+    merge_own_elements(*leaves, *scalars)
+
+
+class _Source(NamedTuple):
+    """The partial results of one of a query's rows. Fields are MLIR values."""
+
+    begin: Any  # its first partial result, among all of the query's
+    partials: Partials
+    first: Any  # the index of the row in its first partial result, among the rows of all partial results; 64 bits
+    rows: Any  # rows of a partial result; 64 bits
+
+
+def _source_of(at: CopyRefs, copy: Copy, head, begin, geometry: Geometry) -> _Source:
+    """Where the partial results of a row are. `begin` counts the partial results of the query's rows before it."""
+
+    def source(kind: ItemKind, partials: Partials):
+        partial, of_partial = _place_in_partials(copy.token, head, copy, kind)
+        rows = i64(kind.halves * WGMMA_ROWS)
+        return [*partials, arith.addi(arith.muli(as_i64(partial), rows), as_i64(of_partial)), rows]
+
+    (wide, thin), found = geometry.kinds, []
+    found = source(thin, at.thin_partials)
+    if wide.may_exist:
+        is_wide = less(i32(0), copy.is_wide)
+        found = [arith.select(is_wide, x, y) for x, y in zip(source(wide, at.wide_partials), found, strict=True)]
+    *partials, first, rows = found
+    return _Source(begin, Partials(*partials), first, rows)
+
+
+def _find(number, sources: list[_Source]) -> tuple[Partials, Any]:
+    """The arrays that hold partial result `number` of a query, and the index of its row in them."""
+
+    def place(source: _Source) -> list:
+        local = as_i64(arith.subi(number, source.begin))
+        return [*source.partials, arith.addi(source.first, arith.muli(local, source.rows))]
+
+    first, *others = sources
+    found = place(first)
+    for source in others:
+        is_earlier = less(number, source.begin)
+        found = [arith.select(is_earlier, x, y) for x, y in zip(found, place(source), strict=True)]
+    *partials, index = found
+    return Partials(*partials), index
+
+
 def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     """Finds this thread's row."""
     geometry, problem = kind.geometry, kind.geometry.problem
@@ -93,6 +191,12 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, group.num_rows))
     row = arith.select(exists, row, i32(0))
     token, head = div(row, problem.num_heads), rem(row, problem.num_heads)
+    return _Row(exists, column, token, head, *_place_in_partials(token, head, group, kind))
+
+
+def _place_in_partials(token, head, group: RowGroup | Copy, kind: ItemKind) -> tuple[Any, Any]:
+    """The first partial result of the item of a token and a head, and the index of their row in it."""
+    geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
     half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
@@ -102,8 +206,7 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     later_tiles = arith.subi(arith.subi(group.query_tiles, i32(1)), tile)  # the last query tile comes first
     of_group = add(arith.muli(later_tiles, heads), arith.subi(kv_head, first_head))
     item = add(arith.muli(first_head, group.query_tiles), of_group)
-    partial = add(group.first_partial, arith.muli(item, group.splits))
-    return _Row(exists, column, token, head, partial, of_partial)
+    return add(group.first_partial, arith.muli(item, group.splits)), of_partial
 
 
 def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:

@@ -196,7 +196,7 @@ def copy_columns(from_smem: Ref, to_gmem: Ref, count: int) -> None:
 def number_at_most(sums_ref: Ref, row: int, last: int, number: Scalar) -> Scalar:
     """Counts the elements of columns 1 <= column <= `last` in a row that are at most `number`.
 
-    Each warp looks at 32 columns at a time. The reference is to shared or to global memory.
+    Each warp looks at 32 columns at a time. The reference is to shared or to global memory; a vector is row 0.
     """
 
     @inline(plgpu.RefType(), SCALAR, returns=(), dtype="int32", layout=SCALAR)
@@ -204,7 +204,7 @@ def number_at_most(sums_ref: Ref, row: int, last: int, number: Scalar) -> Scalar
         at, lane = address(sums_ref), rem(thread_index_read_again(), WARP)
         is_global, found = at.type.width == 64, i32(0)
         for first in range(1, last + 1, WARP):
-            column = add(lane, i32(first + row * sums_ref.type.shape[1]))
+            column = add(lane, i32(first + row * sums_ref.type.shape[-1]))
             place = add(at, bytes_of(column, 4) if is_global else mul(column, 4))
             code = """{ .reg .pred exists; .reg .b32 other; setp.lt.s32 exists, $2, $4; mov.b32 other, 0x7fffffff;
             @exists ld.SPACE.b32 other, [$1]; setp.le.and.s32 exists, other, $3, exists;
