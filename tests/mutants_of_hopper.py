@@ -286,9 +286,30 @@ MUTANTS_OF_HOPPER = [
     Mutant(
         "mosaic_gpu: the addresses of a query of latents stay in registers",
         "kernels/mosaic_gpu/mla/kernel.py",
-        "lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS",
+        "lax.shift_right_logical(hiding, jnp.int32(30)) * QUERY_ROWS",
         "jnp.int32(0) * QUERY_ROWS",
         "tests/test_mosaic_gpu_guards.py -k programs",
+    ),
+    Mutant(
+        "mosaic_gpu mla: the addresses of the query of an item's first tile are spilled",
+        "kernels/mosaic_gpu/mla/kernel.py",
+        "query_at(tiles_before)",
+        "query_at(begin)",
+        "tests/test_mosaic_gpu_guards.py -k programs",
+    ),
+    Mutant(
+        "mosaic_gpu mla: the merge takes a lane's later columns for the next ones",
+        "kernels/mosaic_gpu/mla/ptx/merge.py",
+        "[$1 + 16], b;",
+        "[$1 + 4], b;",
+        "tests/test_mosaic_gpu_merge.py -k latent",
+    ),
+    Mutant(
+        "mosaic_gpu mla: partial results of all parts of O begin with the first column",
+        "kernels/mosaic_gpu/mla/ptx/rows.py",
+        "add(mul(lane, 4), i32(8 * first))",
+        "mul(lane, 4)",
+        "tests/test_mosaic_gpu_ptx.py -k latent",
     ),
     Mutant(
         "mosaic_gpu: warps that share splits of latents lose the last one",

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 # The most bytes of spilled registers that a thread may read back. With CUDA 13.0 the largest number is 1536, for ragged
 # attention with ALiBi and heads of 256. A change that raises this number must say why.
 _MOST_SPILLED = 1700
+_MOST_SPILLED_BY = {"deepseek-8-heads": 200}  # spills begin each item of latent attention
 
 
 def decode_cases(every=2):
@@ -59,7 +60,7 @@ def writing_cases(every=2):
 
 
 def mla_cases(every=2):
-    for case in latent_cases.HOPPER_CASES[:: int(every)]:
+    for case in latent_cases.HOPPER_CASES[:: -int(every)]:
         made = latent_cases.make(case)
         flags = {name: x for name, x in (made.arrays | made.static).items() if name != "value_size"}
         arrays = [
@@ -100,4 +101,5 @@ def test_compiles(pytestconfig):
     for case, said in reports:
         assert re.search(r"Used \d+ registers", said), case
         assert "serialized" not in said, case
-        assert max(int(x) for x in re.findall(r"(\d+) bytes spill loads", said)) <= _MOST_SPILLED, case
+        most = _MOST_SPILLED_BY.get(case, _MOST_SPILLED)
+        assert max(int(x) for x in re.findall(r"(\d+) bytes spill loads", said)) <= most, case

@@ -19,6 +19,7 @@ from paged_jax.kernels.problem import Problem
 from paged_jax.options import PerHead
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_mla import problem_of
+from tests.test_mosaic_gpu_ptx import as_stored
 from tests.test_mosaic_gpu_ragged_plan import planned
 from tests.warpgroup import SHARED, THREADS, Warpgroup
 
@@ -154,14 +155,14 @@ def test_rows_of_latent_attention(gpu, queues, num_splits, has_sinks):
     shape = 32, 128
     refs = mla_merge.MergeRefs(
         None,
-        Partials(gpu.put(out), gpu.put(log_sums)),
+        Partials(gpu.put(as_stored(out)), gpu.put(log_sums)),
         gpu.put(SINKS) if has_sinks else None,
         gpu.put(np.full(shape, np.nan, dtype_of("bfloat16"))),
         gpu.put(np.full(shape[:-1], np.nan, np.float32)),
     )
     sums_smem = gpu.put(np.zeros(THREADS * 6, np.float32), SHARED)
     fields = mla_merge.RowBlock(*scalars(first_partial, num_splits, row, num_rows, block))
-    for part in range(0, num_rows, mla_merge.parts_of_program(geometry)):
+    for part in range(0, mla_merge.parts_side_by_side(geometry), mla_merge.parts_of_program(geometry)):
         mla_merge.merge_parts(refs, fields, *scalars(part), sums_smem, geometry)
     expected = {}
     for i in range(num_rows):

@@ -316,15 +316,25 @@ def test_lanes_of_a_warp(gpu):
 
 def test_rows_of_latent_attention(gpu, monkeypatch):
     monkeypatch.setattr(mla_rows.plgpu, "commit_smem", lambda: None)
-    lse, out = np.arange(64, dtype=np.float32), np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    rng, lse = np.random.default_rng(0), np.arange(64, dtype=np.float32)
     lse_gmem, partial = gpu.put(np.zeros(100, np.float32)), gpu.put(np.zeros((64, 128), np.float32))
     mla_rows.store_lse(gpu.put(lse, SHARED), lse_gmem, np.int32(7), np.int32(20))
     np.testing.assert_array_equal(lse_gmem.get(), [*[0] * 7, *lse[:20], *[0] * 73])
+    out = rng.standard_normal((64, 32)).astype(np.float32)
     geometry = SimpleNamespace(problem=SimpleNamespace(head_size=128))
-    mla_rows.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), 32, np.int32(20), geometry)
+    mla_rows.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), 32, np.int32(24), geometry)
     wanted = np.zeros((64, 128), np.float32)
-    wanted[:20, 32:64] = out[:20]
-    np.testing.assert_array_equal(partial.get(), wanted)
+    wanted[:24, 32:64] = out[:24]
+    np.testing.assert_array_equal(partial.get(), as_stored(wanted))
+
+
+def as_stored(partial):
+    """A partial result [..., 64, columns] of latent attention in the order in which lanes store its elements."""
+    *outer, _, columns = partial.shape
+    split = partial.reshape(*outer, 8, 8, columns // 16, 2, 4, 2)  # of 8 rows, row; of 16 columns, half, lane, element
+    axes = len(outer)
+    order = [*range(axes), *(axes + i for i in (0, 2, 1, 4, 3, 5))]
+    return split.transpose(order).reshape(partial.shape)
 
 
 def test_scalars_in_rows(gpu):

@@ -1,4 +1,4 @@
-"""The merge of partial results, in MLIR and PTX: a thread merges four neighbouring elements of one row of O.
+"""The merge of partial results, in MLIR and PTX: a thread merges four elements of one row of O.
 
 Arguments without a type are MLIR values; references are addresses.
 """
@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 
 ELEMENTS = 4
-"""Neighbouring elements of a row that a thread merges."""
+"""Elements of a row that a thread merges. They are neighbours in a partial result."""
 
 
 class Merged(NamedTuple):
@@ -39,7 +39,7 @@ class OwnElements(NamedTuple):
 
     exists: Any  # whether the thread has elements
     row: Any  # the index of the row in out and lse
-    column: Any  # the index of the four elements in the row
+    column: Any  # where the elements are in the row; 0 for the first ones
 
 
 def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
@@ -83,13 +83,23 @@ def load_partial(partials: Partials, exists, index, column, row_size: int) -> tu
 
     The logarithm is -inf where the row does not exist; `index` must be in range even then.
     """
+    log_sum = load_log_sum(partials, exists, index)
+    start = arith.muli(index, i64(4 * row_size))
+    return log_sum, load_elements(partials, arith.addi(start, bytes_of(column, 16)))
+
+
+def load_log_sum(partials: Partials, exists, index):
+    """Loads the logarithm of the sum of row `index` (64 bits); -inf where the row does not exist."""
     [log_sum] = assembly(
         "ld.global.f32 $0, [$1];", "=f,l", add(partials.log_sums, arith.muli(index, i64(4))), results=1
     )
-    log_sum = arith.select(exists, log_sum, _f32(float("-inf")))
-    start = arith.muli(index, i64(4 * row_size))
-    source = add(partials.out, arith.addi(start, bytes_of(column, 16)))
-    return log_sum, assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", source, results=4)
+    return arith.select(exists, log_sum, _f32(float("-inf")))
+
+
+def load_elements(partials: Partials, offset) -> list:
+    """Loads four elements, `offset` bytes (64 bits) behind the first element of all partial results."""
+    source = add(partials.out, offset)
+    return assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", source, results=4)
 
 
 def saw_tokens(merged: Merged):
@@ -125,6 +135,11 @@ def _with_sink(merged: Merged, sinks_gmem: Ref, head) -> Merged:
 def store(out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str) -> None:
     """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse."""
     _store_out(out_gmem, own, out, row_size, dtype)
+    store_lse(lse_gmem, own, lse)
+
+
+def store_lse(lse_gmem: Ref, own: OwnElements, lse) -> None:
+    """Stores lse in the thread of the row's first elements."""
     is_first = arith.andi(own.exists, arith.cmpi(arith.CmpIPredicate.eq, own.column, i32(0)))
     code = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.f32 [$1], $2; }"
     assembly(code, "r,l,f", as_i32(is_first), add(lse_gmem, bytes_of(own.row, 4)), lse)

@@ -35,12 +35,10 @@ def store_word(exists, smem, gmem) -> None:
     )
 
 
-def store_first_rows(
-    gmem, registers: np.ndarray, num_tokens, row_size: int, *, rows_of_token: int = 1, first_column: int = 0
-) -> None:
+def store_first_rows(gmem, registers: np.ndarray, num_tokens, row_size: int, *, rows_of_token: int = 1) -> None:
     """Stores the rows of the first `num_tokens` tokens of an array [64, n] in the layout of wgmma's results.
 
-    The destination has rows of `row_size` float32; the stored columns begin at `first_column`.
+    The destination has rows of `row_size` float32.
     """
     index = thread_index_read_again()
     lane, warp = rem(index, WARP), div(index, WARP)
@@ -51,8 +49,6 @@ def store_first_rows(
         row = add(mul(warp, 16), add(div(lane, 4), i32(8 * h)))
         exists = less(row, end)
         column = mul(rem(lane, 4), 2)
-        if first_column:
-            column = add(column, i32(first_column))
         start = add(start_gmem, bytes_of(add(mul(row, row_size), column), 4))
         for c in range(len(pairs)):
             values = [element(pairs[c, h], i) for i in range(2)]

@@ -168,13 +168,15 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.weights_ready)
 
+    def query_at(hiding):
+        # The offset is 0, but the compiler cannot know it. It would otherwise compute the addresses of all parts of the
+        # query before the loops, and keep them in registers, or spill them (benchmarks/LOG.md, "Latents read once").
+        hidden = pl.multiple_of(lax.shift_right_logical(hiding, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
+        return smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
+
     def go_on(i, state):
-        # The offset is 0, but the compiler cannot know it. It would otherwise keep the addresses of all parts of the
-        # query in registers through the loop.
-        hidden = pl.multiple_of(lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS, QUERY_ROWS)
-        query_smem = smem.query.at[pl.ds(hidden, WGMMA_ROWS)]
         out, (weights, keep, maxima, sums) = products.score_and_accumulate(
-            state.out, smem.weights, values_of(i), releasing(i), query_smem, tile_of(i + 1),
+            state.out, smem.weights, values_of(i), releasing(i), query_at(i), tile_of(i + 1),
             lambda scores: weigh(i + 1, scores, state.maxima, state.sums),
         )  # fmt: skip
         hand_over(i + 1, weights, keep)
@@ -182,7 +184,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
     def attend():
         first, begin, last = softmax.empty(parts), jnp.int32(0), split.num_tiles - 1
-        scores = products.scores(smem.query, tile_of(begin))
+        scores = products.scores(query_at(tiles_before), tile_of(begin))
         weights, keep, maxima, sums = weigh(begin, scores, first.maxima, first.sums)
         hand_over(begin, weights, keep)
         state = lax.fori_loop(0, last, go_on, softmax.State(first.out, maxima, sums))

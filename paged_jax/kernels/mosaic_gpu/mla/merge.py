@@ -1,9 +1,9 @@
 """The merge of partial results: it computes out and lse of items that queues have cut, from the results of splits.
 
-Grid: programs of four warps for each row block that queues may have cut (`Geometry.closings`). A warp merges `PART`
-columns of a row. Each of its lanes merges four neighbouring elements, with loads of many splits in flight. If items
-have many splits, the four warps of a program share the splits of one part of a row, and the first warp adds up their
-four sums from shared memory. Only the number of splits decides the order of the sums.
+Grid: programs of four warps for each row block that queues may have cut (`Geometry.closings`). A warp merges a part: 16
+columns of 8 rows. Each of its lanes merges four elements, with loads of many splits in flight. If items have many
+splits, the four warps of a program share the splits of one part, and the first warp adds up their four sums from shared
+memory. Only the number of splits decides the order of the sums.
 
 Roofline: 4 * value_size bytes for each row and split, mostly from the L2 cache. Latency bounds the kernel, not
 bandwidth.
@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 from paged_jax.kernels.mosaic_gpu.mla import plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
@@ -43,7 +44,8 @@ def merge(geometry: Geometry, lengths: Lengths, refs: ptx.MergeRefs) -> None:
 
 def _programs_of_block(geometry: Geometry) -> int:
     """Programs for each row block. All of them run at once, because most row blocks may be whole and need no merge."""
-    most = pl.cdiv(geometry.block_rows * ptx.parts_of_row(geometry), ptx.parts_of_program(geometry))
+    parts = pl.cdiv(geometry.block_rows, ptx.PART_ROWS) * ptx.parts_side_by_side(geometry)
+    most = pl.cdiv(parts, ptx.parts_of_program(geometry))
     return min(most, max(1, _PROGRAMS // (geometry.closings * geometry.tuning.width)))
 
 
@@ -55,7 +57,7 @@ def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
     first_partial, num_splits, row, num_rows = (refs.closings[closing, block, i] for i in range(4))
     step = ptx.parts_of_program(geometry)
     first, all_steps = lax.axis_index("part") * step, _programs_of_block(geometry) * step
-    end = jnp.where(num_splits > 0, num_rows * ptx.parts_of_row(geometry), 0)
+    end = jnp.where(num_splits > 0, cdiv(num_rows, ptx.PART_ROWS) * ptx.parts_side_by_side(geometry), 0)
     if geometry.closes_items and not geometry.one_query:
         of_seq = jnp.int32(geometry.items_per_seq)
         items = plan.sequence_of(lengths_gmem, lax.div(closing, of_seq), geometry).items

@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
     out: Ref  # [rows, value_size]
     lse: Ref  # [rows]
-    partials: Partials
+    partials: Partials  # elements of out are in the order of `rows.store_partial`
     closings: Ref  # [closings, width, CLOSING]: first_partial, num_splits, row, num_rows; num_splits is 0 without a cut
 
 

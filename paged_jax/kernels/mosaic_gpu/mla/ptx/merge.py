@@ -1,4 +1,4 @@
-"""The merge of parts of rows: each lane of a warp merges four neighbouring elements of a row."""
+"""The merge of parts of row blocks: each lane of a warp merges four elements of a row."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
+    as_i32,
     as_i64,
     assembly,
+    bytes_of,
     div,
     i32,
     i64,
@@ -32,13 +34,13 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.refs import Ref
 
-PART = ELEMENTS * WARP
-"""Columns of a row that a warp merges."""
+PART_ROWS, PART_COLUMNS = 8, 16
+"""Rows and columns that a warp merges; their elements are neighbours in a partial result (`rows.store_partial`)."""
 
 _WARPS = WARPGROUP // WARP  # warps of a program
 SUMS = 2 + ELEMENTS  # float32 numbers that each lane gives to the first warp
 _MANY_SPLITS = 24  # if items have this many splits on average, warps share them
-_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
+_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 32  # splits that a lane loads at a time; more would take too many registers
 
 
 class MergeRefs(NamedTuple):
@@ -65,24 +67,25 @@ class _Task(NamedTuple):
     """The elements that a lane merges. Fields are MLIR values."""
 
     row: Any  # the index of the row in the row block
-    column: Any  # the index of the four elements in the row
+    column: Any  # the first of the columns; the others are 1, 8 and 9 later
+    place: Any  # the index of the four elements in a partial result of the row block
     share: Any  # the index of the warp among the warps that share the splits
     exists: Any  # whether there is such a row
 
 
 def shares(geometry: Geometry) -> int:
-    """The number of warps that share the splits of one part of a row."""
+    """The number of warps that share the splits of one part."""
     return _WARPS if geometry.tuning.queues >= _MANY_SPLITS * geometry.problem.num_seqs else 1
 
 
 def parts_of_program(geometry: Geometry) -> int:
-    """The number of parts of rows that a program merges at a time."""
+    """The number of parts that a program merges at a time."""
     return _WARPS // shares(geometry)
 
 
-def parts_of_row(geometry: Geometry) -> int:
-    """The number of parts of a row."""
-    return geometry.problem.head_size // PART
+def parts_side_by_side(geometry: Geometry) -> int:
+    """The number of parts of the same rows."""
+    return geometry.problem.head_size // PART_COLUMNS
 
 
 def _in_flight(geometry: Geometry) -> int:
@@ -92,7 +95,7 @@ def _in_flight(geometry: Geometry) -> int:
 
 
 def merge_parts(refs: MergeRefs, block: RowBlock, part: Scalar, sums_smem: Ref, geometry: Geometry) -> None:
-    """Merges a program's parts of the rows of a row block, from `part` on."""
+    """Merges a program's parts of a row block, from `part` on."""
     problem, num_shares, (leaves, tree) = geometry.problem, shares(geometry), jax.tree.flatten(refs)
 
     @inline(*[plgpu.RefType()] * (len(leaves) + 1), *[SCALAR] * (len(block) + 1))
@@ -114,20 +117,32 @@ def merge_parts(refs: MergeRefs, block: RowBlock, part: Scalar, sums_smem: Ref, 
         out, lse = hopper_merge.finished(merged, seen, at.sinks, head)
         stores = arith.andi(task.exists, less(task.share, i32(1)))
         own = hopper_merge.OwnElements(stores, row, task.column)
-        hopper_merge.store(at.out, at.lse, own, out, lse, problem.head_size, problem.query_dtype)
+        _store_out(at.out, own, out, geometry)
+        hopper_merge.store_lse(at.lse, own, lse)
 
     merge_own_elements(*leaves, sums_smem, *block, part)
 
 
 def _task(block: RowBlock, first, geometry: Geometry) -> _Task:
     """Finds the elements that this lane merges."""
-    thread, parts = thread_index_read_again(), parts_of_row(geometry)
+    thread, side_by_side = thread_index_read_again(), parts_side_by_side(geometry)
     warp, lane = div(thread, WARP), rem(thread, WARP)
     part = add(first, div(warp, shares(geometry)))
-    row = div(part, parts)
+    row = add(mul(div(part, side_by_side), PART_ROWS), div(lane, 4))
     exists = less(row, block.num_rows)
-    column = add(mul(rem(part, parts), WARP), lane)
-    return _Task(arith.select(exists, row, i32(0)), column, rem(warp, shares(geometry)), exists)
+    column = add(mul(rem(part, side_by_side), PART_COLUMNS), mul(rem(lane, 4), 2))
+    row, place = (arith.select(exists, x, i32(0)) for x in (row, add(mul(part, WARP), lane)))
+    return _Task(row, column, place, rem(warp, shares(geometry)), exists)
+
+
+def _store_out(out_gmem: Ref, own: hopper_merge.OwnElements, out: list, geometry: Geometry) -> None:
+    """Stores a lane's elements in the query's dtype: those of two columns, and those 8 columns later."""
+    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[geometry.problem.query_dtype]
+    code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
+        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4;
+        @exists st.global.b32 [$1], a; @exists st.global.b32 [$1 + 16], b; }}"""
+    offset = arith.addi(bytes_of(own.row, 2 * geometry.problem.head_size), bytes_of(own.column, 2))
+    assembly(code, "r,l,f,f,f,f", as_i32(own.exists), add(out_gmem, offset), *out)
 
 
 def _over_shares(merged: Merged, smem) -> Merged:
@@ -156,5 +171,7 @@ def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: 
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
     partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
     of_block = add(mul(partial, geometry.tuning.width), block.block)
-    index = arith.addi(arith.muli(as_i64(of_block), i64(WGMMA_ROWS)), as_i64(task.row))
-    return hopper_merge.load_partial(at, exists, index, task.column, geometry.problem.head_size)
+    first_row = arith.muli(as_i64(of_block), i64(WGMMA_ROWS))
+    log_sum = hopper_merge.load_log_sum(at, exists, arith.addi(first_row, as_i64(task.row)))
+    start = arith.muli(first_row, i64(4 * geometry.problem.head_size))
+    return log_sum, hopper_merge.load_elements(at, arith.addi(start, bytes_of(task.place, 4 * ELEMENTS)))
