@@ -176,14 +176,16 @@ def calls_of(query, cache, shared, *, device=H200, **options):
     return called
 
 
-def abstract(num_seqs=64, num_prefixes=1, heads=(32, 8, 128), dtype=jnp.bfloat16, cache_dtype=None, width=512):
+def abstract(
+    num_seqs=64, num_prefixes=1, heads=(32, 8, 128), dtype=jnp.bfloat16, cache_dtype=None, width=512, k_scale=None
+):
     """The shapes of a query, a cache and joined prefixes."""
     num_heads, num_kv_heads, head_size = heads
     shapes = (num_prefixes, width), (num_prefixes,), (num_prefixes + 1,), (num_seqs, width), (num_seqs,)
     shared = SharedPrefixes(*[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes])
     pool = jax.ShapeDtypeStruct((4096, num_kv_heads, BLOCK_SIZE, head_size), cache_dtype or dtype)
     query = jax.ShapeDtypeStruct((num_seqs, num_heads, head_size), dtype)
-    return query, PagedKVCache(pool, pool), jax.eval_shape(SharedPrefixes.joined, shared)
+    return query, PagedKVCache(pool, pool, k_scale), jax.eval_shape(SharedPrefixes.joined, shared)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,7 @@ def abstract(num_seqs=64, num_prefixes=1, heads=(32, 8, 128), dtype=jnp.bfloat16
         ({}, {}, ONE_CALL),
         ({"num_prefixes": 4}, {"implementation": "mosaic_gpu"}, ONE_CALL),
         ({"cache_dtype": jnp.float8_e4m3fn}, {}, TWO_CALLS),
+        ({"k_scale": jax.ShapeDtypeStruct((4096, 8, BLOCK_SIZE), jnp.float32)}, {}, TWO_CALLS),
         ({"heads": (16, 8, 128)}, {}, TWO_CALLS),
         ({"heads": (32, 8, 64)}, {}, TWO_CALLS),
         ({}, {"implementation": "triton"}, TWO_CALLS),
@@ -203,6 +206,7 @@ def abstract(num_seqs=64, num_prefixes=1, heads=(32, 8, 128), dtype=jnp.bfloat16
         "bfloat16",
         "by name",
         "8 bits",
+        "scales of slots",
         "small groups",
         "small heads",
         "another one by name",

@@ -45,7 +45,7 @@ def merges_copies(operands: Any) -> bool:
 
     Shared prefixes make such batches. They keep the matrix units busy while the queries' own tokens keep memory busy.
     Over 8 bits one call is no gain (benchmarks/LOG.md, "Shared prefixes in one call"); small groups and small heads,
-    of which a thin item uses few rows, have not been timed.
+    of which a thin item uses few rows, and scales of slots have not been timed.
     """
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem, device = Problem.of_call(*arrays, operands.options), facts.device()
@@ -55,7 +55,7 @@ def merges_copies(operands: Any) -> bool:
         geometry = Geometry(problem, ragged_choose.tune(problem, device))
     except Unsupported:
         return False
-    return geometry.partial_bytes <= _MOST_PARTIAL_BYTES
+    return geometry.has_whole_tiles and geometry.partial_bytes <= _MOST_PARTIAL_BYTES
 
 
 def paged_attention(
