@@ -159,6 +159,8 @@ ONE_PLACE = [
     small("slots", 7, 1, 64, 32, "bfloat16", "int8", **SHORT, **SLOTS, scale="traced"),
     # The query is divided.
     small("divided", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **SHORT, k_scale="head"),
+    # No program has a thin item, so the end follows a wide one.
+    small("prompts", 4, 2, 64, 16, "bfloat16", "int8", seq_lens=(64, 0, 128), query_lens=(64, 0, 128)),
 ]
 
 
