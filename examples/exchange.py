@@ -89,7 +89,7 @@ def exchange(
 def total(x: Any, table_gmem: Any, row: Any, of_row: Any, shared: Any, *, sizes: tuple[int, int]) -> Any:
     """Adds up a number of each of a row's programs, and ends the row's turn.
 
-    The programs are a cluster, all of which run, since Mosaic GPU's kernels begin with a barrier of the cluster.
+    The programs are a cluster. All of them run, since Mosaic GPU's kernels begin with a barrier of the cluster.
 
     Args:
         x: f32, the program's number.

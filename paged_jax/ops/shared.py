@@ -30,7 +30,7 @@ def attend_in_one_call(
       query: [num_queries, num_heads, head_size]. Row i of the batch is query ``i % num_queries``, and the last
         num_queries sequences of the batch have the second row of one query each.
       key_cache, value_cache: as in `ragged_paged_attention`.
-      block_tables, seq_lens, query_start_loc: of the batch's sequences, of which each query sees all tokens.
+      block_tables, seq_lens, query_start_loc: of the batch's sequences. A query sees all tokens of its sequence.
       implementation, options: as in `ragged_paged_attention`.
 
     Returns:

@@ -44,8 +44,8 @@ def merges_copies(operands: Any) -> bool:
     """Whether the ragged kernel takes a batch with several rows for each query, and is the fastest for it.
 
     Shared prefixes make such batches. They keep the matrix units busy while the queries' own tokens keep memory busy.
-    Over 8 bits one call is no gain (benchmarks/LOG.md, "Shared prefixes in one call"); small groups and small heads,
-    of which a thin item uses few rows, and scales of slots have not been timed.
+    Over 8 bits one call is no gain (benchmarks/LOG.md, "Shared prefixes in one call"). Small groups, small heads and
+    scales of slots have not been timed. With small groups, most rows of a thin item have no query.
     """
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem, device = Problem.of_call(*arrays, operands.options), facts.device()
