@@ -62,8 +62,8 @@ def add_model_options(add: Any) -> None:
     add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--split-experts", choices=("columns", "experts"), default="columns",
         help="what the GPUs of a mesh share out of a mixture of experts (%(default)s)")  # fmt: skip
-    add("--custom-all-reduce", action=argparse.BooleanOptionalAction,
-        help="with --mesh, on Hopper GPUs: whether the kernel of all_reduce.py adds up decode steps (up to four GPUs)"
+    add("--custom-all-reduce", action=argparse.BooleanOptionalAction, default=True,
+        help="with --mesh, on Hopper GPUs: whether the kernel of all_reduce.py adds up decode steps (%(default)s)"
     )  # fmt: skip
     add("--no-compilation-cache", action="store_true",
         help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip

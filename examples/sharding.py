@@ -4,8 +4,7 @@ Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits
 vocabulary. XLA derives everything else from the shardings of the weights and the caches: there is one all-reduce after
 the attention and one after the MLP of each layer, and one for the embedding; and of the logits the devices exchange
 only the likeliest token of each part of the vocabulary. In decode steps a kernel (all_reduce.py) reduces all but the
-first of these sums, and does the norms after them, where the model and the GPUs allow it (`peer_sum`); on up to four
-GPUs by default, on more if `--custom-all-reduce` asks for it.
+first of these sums, and does the norms after them, where the model and the GPUs allow it (`peer_sum`).
 
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
@@ -63,7 +62,6 @@ KV_SCALE = P("tp")
 
 # What XLA records into command buffers by default, and collectives.
 COMMANDS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
-_MOST_TESTED = 4  # GPUs on which the tests of all_reduce.py have run
 _BYTES_OF_RECORDED = 300 << 20  # of weights that a GPU reads, on average, between two all-reduces
 
 
@@ -187,7 +185,7 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def peer_sum(
-    config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None, is_wanted: bool | None = None
+    config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None, is_wanted: bool = True
 ) -> "PeerSum | None":
     """Gives what adds up the devices' parts of a decode step, with residual and norm in one kernel (all_reduce.py).
 
@@ -195,19 +193,17 @@ def peer_sum(
         config: the decoder's config, split over the mesh.
         dtype: the dtype of its weights.
         mesh: its mesh, or None for one device.
-        is_wanted: False to leave it to XLA; None to do so on more GPUs than those on which the kernel was tested.
+        is_wanted: False to leave it to XLA.
 
     Returns:
         The argument `peers` of `make_step` and of `xla_options`, or None where XLA has to reduce. The logger of this
         module then says why, as a warning on GPUs.
     """
-    if mesh is None or mesh.size == 1 or is_wanted is False:
+    if mesh is None or mesh.size == 1 or not is_wanted:
         return None
     from examples import all_reduce  # which imports Pallas
 
     lacks = all_reduce.lacks(mesh, config.hidden_size, dtype) or _unlike(config)
-    if lacks is None and is_wanted is None and mesh.size > _MOST_TESTED:
-        lacks = f"the kernel was tested on {_MOST_TESTED} GPUs; --custom-all-reduce takes it on more"
     if lacks is not None:
         level = logging.WARNING if mesh.devices.flat[0].platform == "gpu" else logging.INFO
         logging.getLogger(__name__).log(level, "XLA reduces the decode steps: %s", lacks)

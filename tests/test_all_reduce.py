@@ -234,17 +234,6 @@ def test_other_models_leave_sums_to_xla(change, why, caplog, monkeypatch):
     assert f"the model has {why}" in caplog.text
 
 
-@pytest.mark.parametrize(("size", "is_wanted", "is_taken"), [(4, None, True), (8, None, False), (8, True, True)])
-def test_more_gpus_than_were_tested_are_asked_for(size, is_wanted, is_taken, caplog, monkeypatch):
-    monkeypatch.setattr(all_reduce, "lacks", lambda *_: None)
-    caplog.set_level(logging.INFO, "examples.sharding")
-    mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
-    taken = sharding.peer_sum(CONFIG, jnp.bfloat16, mesh, is_wanted)
-    assert (taken is not None) == is_taken
-    assert ("--custom-all-reduce takes it on more" in caplog.text) == (not is_taken)
-    assert sharding.peer_sum(CONFIG, jnp.bfloat16, mesh, False) is None
-
-
 def test_large_steps_leave_sums_to_xla():
     """XLA's options for all-reduces are for those steps alone that XLA reduces."""
     mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))

@@ -33,7 +33,7 @@ DEFAULTS = {
     "block_size": 16,
     "implementation": None,
     "split_experts": "columns",
-    "custom_all_reduce": None,
+    "custom_all_reduce": True,
     "no_compilation_cache": False,
     "num_blocks": None,
     "mesh": None,
@@ -110,7 +110,7 @@ def noted(monkeypatch):
 
 def test_every_option_is_used(noted, capsys):
     arguments = "--model m --prompt a --prompt b --prompt c --max-new-tokens 9 --temperature 0.5 --top-k 7 --top-p 0.25"
-    arguments += " --seed 11 --dtype bfloat16 --implementation xla --split-experts experts --custom-all-reduce"
+    arguments += " --seed 11 --dtype bfloat16 --implementation xla --split-experts experts --no-custom-all-reduce"
     assert generate.main([*arguments.split(), "--no-compilation-cache", "--mesh=dp=2"]) == 0
     (first, how), (second, _) = noted["load_model"]
     assert (first[:2], second[:2], how) == (("m", "bfloat16"), ("m", "bfloat16"), {"split_experts": "experts"})
@@ -121,7 +121,7 @@ def test_every_option_is_used(noted, capsys):
     common |= {"sampling": loop.Sampling(0.5, 7, 0.25)}
     assert noted["make_request"] == [(([[0], [2]],), common | {"seed": 11}), (([[1]],), common | {"seed": 12})]
     config = noted["peer_sum"][0][0][0]
-    assert noted["peer_sum"] == [((config, "bfloat16", mesh, True), {}) for mesh in (first[2], second[2])]
+    assert noted["peer_sum"] == [((config, "bfloat16", mesh, False), {}) for mesh in (first[2], second[2])]
     assert [options for _, options in noted["make_programs"]] == [
         {"implementation": "xla", "peers": f"peers {i}"} for i in range(2)
     ]
@@ -142,7 +142,7 @@ def test_the_json_of_a_prompt(noted, capsys):
     assert err == "the summary\n"
     assert noted["use_compilation_cache"] == [((), {})]
     assert noted["make_request"][0][1]["sampling"] == loop.Sampling(0.0, 0, 1.0)
-    assert [arguments[3] for arguments, _ in noted["peer_sum"]] == [None]
+    assert [arguments[3] for arguments, _ in noted["peer_sum"]] == [True]
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 1), (OSError("full"), 2)])

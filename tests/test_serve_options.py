@@ -33,7 +33,7 @@ DEFAULTS = {
     "block_size": 16,
     "implementation": None,
     "split_experts": "columns",
-    "custom_all_reduce": None,
+    "custom_all_reduce": True,
     "no_compilation_cache": False,
     "num_blocks": None,
     "host_blocks": 0,
@@ -177,7 +177,7 @@ def test_no_option_is_needed(noted):
     server = serve.make_server(serve.parse([]))
     (the_engine,) = MadeUpEngine.made
     assert noted.calls["use_compilation_cache"] == [((), {})]
-    assert noted.calls["peer_sum"][0][0][3] is None
+    assert noted.calls["peer_sum"][0][0][3] is True
     assert the_engine.config == engine.EngineConfig(
         noted.config.max_position_embeddings, 16, 256, max_logprobs=MAX_LOGPROBS
     )
