@@ -184,9 +184,7 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
     return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": COMMANDS}
 
 
-def peer_sum(
-    config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None, is_wanted: bool = True
-) -> "PeerSum | None":
+def peer_sum(config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None, is_wanted: bool = True) -> "PeerSum | None":
     """Gives what adds up the devices' parts of a decode step, with residual and norm in one kernel (all_reduce.py).
 
     Args:
