@@ -109,13 +109,13 @@ def compile_ahead(work: Work) -> Programs:
             inputs_lib.truth(case, inputs)
             for name, kind, build in work.contenders:
                 with contextlib.suppress(Exception):
-                    for candidate in _abstract(build, case, inputs):
+                    for candidate in abstract(build, case, inputs):
                         with contextlib.suppress(Exception):
                             programs.get(case, name, kind, candidate)
     return programs
 
 
-def _abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
+def abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
     """A contender's candidates with shapes instead of arguments, so that a peer's copies take no memory yet."""
     found: list[peers.Candidate] = []
 

@@ -112,6 +112,7 @@ def imports(path):
 # Benchmarks of choices that the library does not offer, or of a part of the engine, and the internals that they need.
 INTERNALS = {
     "benchmarks.bench_choice": ("paged_jax._validate", "paged_jax.kernels.triton", "paged_jax.options"),
+    "benchmarks.bench_commits": ("paged_jax.kernels.problem",),
     "benchmarks.bench_pools": ("paged_jax.engine",),
     "benchmarks.bench_scheduler": ("paged_jax.engine",),
 }
