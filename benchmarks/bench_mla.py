@@ -6,7 +6,9 @@ the operations at the rate of a large matrix product. The peers run in a process
 """
 
 import argparse
+import concurrent.futures
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -35,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     ceilings = {"read_gb_s": read.rate, "product_tflop_s": product.rate}
     report = {"op": "mla", **harness.environment(), "ceilings": ceilings, "rows": rows}
-    for case in args.cases:
-        for name in args.implementations:
-            rows.append(_with_share(_row(case, name), case, read, product))
-            harness.save(report, args.out)
+    contenders = list(itertools.product(args.cases, args.implementations))
+    programs = harness.compile_all({each: functools.partial(lower, *each) for each in contenders})
+    for case, name in contenders:
+        rows.append(_with_share(_row(case, name, programs[case, name]), case, read, product))
+        harness.save(report, args.out)
     if args.peers:
         command = [sys.executable, "-m", "benchmarks.mla_peers", *(case.name for case in args.cases)]
         jax.clear_caches()
@@ -63,11 +66,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _row(case: Case, name: str) -> dict[str, Any]:
+def _row(case: Case, name: str, program: concurrent.futures.Future) -> dict[str, Any]:
     """Checks and times one implementation. Its row has the time, or the reason why there is none."""
     row: dict[str, Any] = {"case": case.name, "contender": name, "kind": "implementation"}
     try:
-        argsets, attend = _calls(case, name)
+        attend, argsets = program.result(), _argsets(case)
         row["error"] = error = _error(case, argsets[0], attend(*argsets[0]))
         if not error < harness.TOLERANCE:
             return row | {"reason": f"relative error {error:.2g}"}
@@ -77,25 +80,32 @@ def _row(case: Case, name: str) -> dict[str, Any]:
         return row | {"reason": first_line(error)}
 
 
-def _calls(case: Case, name: str) -> tuple[list[tuple], Any]:
-    """Returns the arguments of calls, one for each of the block tables, and the compiled op."""
+def lower(case: Case, name: str) -> jax.stages.Lowered:
+    """Lowers the op of a case, by an implementation or, with the name "auto", by the automatic choice."""
+    chosen: Any = None if name == "auto" else name
+
+    def attend(query, cache, table, lengths, *starts):
+        flags = {"value_size": VALUE_SIZE, "scale": SCALE, "implementation": chosen}
+        if starts:
+            bound = {"max_query_len": case.num_queries}
+            return paged_jax.ragged_mla_attention(query, cache, table, lengths, *starts, **flags, **bound)
+        return paged_jax.mla_paged_attention(query, cache, table, lengths, **flags)
+
+    shapes = jax.eval_shape(functools.partial(_argsets, case))
+    return jax.jit(attend).lower(*shapes[0])
+
+
+def _argsets(case: Case) -> list[tuple]:
+    """The arguments of calls, one for each of the block tables."""
     tables, num_blocks = case.tables()
     num_seqs, (key, of_query) = len(case.lengths), jax.random.split(jax.random.key(0))
     query = jax.random.normal(of_query, (num_seqs * case.num_queries, case.num_heads, LATENT_SIZE), jnp.bfloat16)
     cache = jax.jit(
         functools.partial(jax.random.normal, shape=(num_blocks, BLOCK_SIZE, LATENT_SIZE), dtype=jnp.bfloat16)
     )(key)
-    lengths, flags = jnp.asarray(case.lengths, jnp.int32), {"value_size": VALUE_SIZE, "scale": SCALE}
-    chosen: Any = None if name == "auto" else name
-
-    def attend(query, cache, table, lengths, *starts):
-        if starts:
-            bound = {"max_query_len": case.num_queries, "implementation": chosen}
-            return paged_jax.ragged_mla_attention(query, cache, table, lengths, *starts, **flags, **bound)
-        return paged_jax.mla_paged_attention(query, cache, table, lengths, **flags, implementation=chosen)
-
+    lengths = jnp.asarray(case.lengths, jnp.int32)
     starts = () if case.num_queries == 1 else (jnp.arange(num_seqs + 1, dtype=jnp.int32) * case.num_queries,)
-    return [(query, cache, jnp.asarray(table), lengths, *starts) for table in tables], jax.jit(attend)
+    return [(query, cache, jnp.asarray(table), lengths, *starts) for table in tables]
 
 
 def _error(case: Case, arrays: tuple, out: jax.Array) -> float:
@@ -107,7 +117,7 @@ def _error(case: Case, arrays: tuple, out: jax.Array) -> float:
         latents = cache[table[seq]].reshape(-1, LATENT_SIZE)[:length].astype(jnp.float32)
         logits = jnp.einsum("qhd,td->qht", query[rows].astype(jnp.float32), latents, precision="highest") * SCALE
         last = length - case.num_queries + jnp.arange(case.num_queries)
-        logits = jnp.where(jnp.arange(length) <= last[:, None, None], logits, -jnp.inf)
+        logits = jnp.where(jnp.arange(length)[None, None] <= last[:, None, None], logits, -jnp.inf)
         weights = jax.nn.softmax(logits)
         wanted.append(jnp.einsum("qht,td->qhd", weights, latents[:, :VALUE_SIZE], precision="highest"))
         found.append(out[rows].astype(jnp.float32))

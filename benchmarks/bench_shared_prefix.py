@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not harness.has_gpu("shared_prefix"):
         return 2
     rows: list[dict[str, Any]] = []
+    report = {"op": "shared_prefix", **harness.environment(), "rows": rows}
     measured = [
         Sizes(args.num_seqs, count, args.prefix_len, args.own_len, args.heads, copies=4) for count in args.num_prefixes
     ]
@@ -115,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append({"num_prefixes": sizes.num_prefixes, "us": times, "over_own": over_own, "peer": answer})
         peer = answer.get("us") or answer.get("absent")
         print(f"{sizes.num_prefixes} prefixes: {times} us, shared / own {over_own:.2f}, cascade {peer}", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({"op": "shared_prefix", **harness.environment(), "rows": rows}, indent=2) + "\n")
+        harness.write(report, args.out)
     return 0
 
 
