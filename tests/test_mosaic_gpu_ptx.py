@@ -276,6 +276,7 @@ def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     tile = gpu.empty((kind.tile, head_size), dtype_of(operand_dtype), SHARED)
     first_rows = OfWarps([kind.rows_of_warp * warp for warp in range(4)])
     tiles.convert_rows(raw_smem, tile, first_rows, kind)
+    assert gpu.is_fenced == kind.is_wide
     rows.see_copies()
     assert gpu.is_fenced
     assert_swizzled(tile, raw.astype(dtype_of(operand_dtype)))

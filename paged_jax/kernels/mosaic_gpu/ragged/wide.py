@@ -23,7 +23,6 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx_rows
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -75,7 +74,6 @@ class _WideTiles:
         (out, *totals), weights = lax.while_loop(is_left, lambda state: self._attend_to_similar_tiles(*state), state)[1]
         values, stage = self.refs.smem.values, self._stage(self.item.num_tiles - 1)
         plgpu.barrier_wait(values.ready.at[stage])
-        self._see_tiles()
         self._wait_for_turn()
         out = products.accumulate(out, weights, values.tiles.at[stage], self._end_turn)
         plgpu.barrier_arrive(values.consumed.at[stage])
@@ -86,7 +84,6 @@ class _WideTiles:
         first, keys = jnp.int32(0), self.refs.smem.keys
         state, stage = softmax.empty(self.kind.geometry), self._stage(first)
         plgpu.barrier_wait(keys.ready.at[stage])
-        self._see_tiles()
         self._wait_for_turn()
         scores = product(self.query_smem, keys.tiles.at[stage].T, self._end_turn)
         # The product is done, so the branch cannot lie within a turn.
@@ -116,7 +113,6 @@ class _WideTiles:
         stage, earlier = self._stage(i), self._stage(i - 1)
         plgpu.barrier_wait(keys.ready.at[stage])
         plgpu.barrier_wait(values.ready.at[earlier])
-        self._see_tiles()
         self._wait_for_turn()
         weigh = functools.partial(self._weigh, i, Totals(*totals), plain=plain)
         keys_smem, values_smem = keys.tiles.at[stage], values.tiles.at[earlier]
@@ -156,11 +152,6 @@ class _WideTiles:
 
     def _stage(self, i: Scalar) -> Scalar:
         return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
-
-    def _see_tiles(self) -> None:
-        """Lets products see tiles that the loading warpgroup has converted."""
-        if self.kind.geometry.converts_tiles:
-            ptx_rows.see_copies()
 
     def _wait_for_turn(self) -> None:
         plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))

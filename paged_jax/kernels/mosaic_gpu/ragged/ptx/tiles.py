@@ -134,9 +134,10 @@ def _zero_row(tile_smem, row, stays, problem: Problem) -> None:
 
 
 def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
-    """Converts a warp's rows of a tile from 8 to 16 bits, exactly. Products see them after a barrier and `see_copies`.
+    """Converts a warp's rows of a tile from 8 to 16 bits, exactly. A lane converts 8 bytes to 16 at a time.
 
-    A lane converts 8 bytes of a row to a chunk of 16 bytes at a time.
+    Products see a wide item's rows after a barrier, and a thin one's after a barrier and `see_copies`: the loading
+    warps bound thin items, the computing ones wide items (benchmarks/LOG.md, "Ragged attention over 8 bits on Hopper").
     """
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
@@ -159,6 +160,8 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
         for batch in batches:
             places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
             assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
+        if kind.is_wide:
+            assembly("fence.proxy.async.shared::cta;", "")
         mgpu.utils.warp_barrier()  # later copies may overwrite what other lanes have read
 
     convert(raw_smem, tile_smem, first_row)
