@@ -179,6 +179,12 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
         wanted[: num_tokens * group] = query.get()[first : first + num_tokens, heads].reshape(-1, head_size)
         some = -(-num_tokens * group // 16) * 16  # the rows of warps that have a query
         assert_swizzled(query_smem, wanted if kind.is_wide else wanted[:some])
+        rows.prefetch_queries(query, found, kind)
+        elements = np.arange(np.prod(shape)).reshape(shape)[first:, heads][: kind.tokens]
+        read = {*(query.address + 2 * elements).reshape(-1).tolist()}
+        assert {x for line in gpu.prefetched for x in range(line, line + 128, 2)} >= read
+        assert {*gpu.prefetched} <= read, "other heads"
+        gpu.prefetched.clear()
         if head_size % 32 == 0:
             query_smem = gpu.empty((64, head_size), BFLOAT16, SHARED)
             in_registers = InLayout(rows.read_queries(query, found, kind.geometry), mgpu.WGMMA_LAYOUT)

@@ -133,7 +133,7 @@ class Warpgroup:
 
     def __init__(self):
         self.memories = {space: Memory(space) for space in (GLOBAL, SHARED)}
-        self.copies, self.is_fenced = [], True
+        self.copies, self.is_fenced, self.prefetched = [], True, []
 
     def put(self, array, space: int = GLOBAL) -> Ref:
         """Copies an array into memory."""

@@ -191,7 +191,9 @@ class _Ptx:
         op, _, rest = line.partition(" ")
         operands = [x.strip() for x in re.findall(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)", rest)]
         parts = op.split(".")
-        if parts[0] in ("ld", "st", "atom", "cp"):
+        if op == "prefetch.global.L2":
+            self.gpu.prefetched += self.at(operands[0])[where].tolist()
+        elif parts[0] in ("ld", "st", "atom", "cp"):
             self.memory(parts, operands, where)
         elif parts[0] == "fence":
             assert op == "fence.proxy.async.shared::cta"

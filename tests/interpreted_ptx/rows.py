@@ -24,6 +24,10 @@ def load_queries(query_gmem, query_smem, rows, kind):
     plgpu.commit_smem()
 
 
+def prefetch_queries(query_gmem, rows, kind):
+    """Changes no result."""
+
+
 def read_queries(query_gmem, rows, geometry):
     exists, token, query_head = _row_of_query(jnp.arange(WGMMA_ROWS), rows, geometry)
     values = query_gmem[...][jnp.where(exists, token, 0), query_head]

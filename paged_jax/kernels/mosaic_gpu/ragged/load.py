@@ -168,6 +168,9 @@ class _ItemLoader:
             if geometry.problem.block_sparse is None:  # the first tiles' copies wait for their blocks' numbers
                 block = lax.div(item.origin, jnp.int32(geometry.problem.block_size))
                 claims.prefetch_block(self.refs.inputs_gmem.block_tables, item.seq, block)
+            if geometry.reads_own_queries:
+                query = rows.QueryRows(plan.query_of(item, geometry), item.num_tokens, item.kv_head)
+                rows.prefetch_queries(self.refs.inputs_gmem.query, query, self.kind)
             if geometry.tuning.queries > 1:
                 self._load_query(item, items_before)
             items.describe(item, tiles_before, items_before, smem)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import Array
@@ -87,6 +88,31 @@ def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKi
         _for_chunks(_values(rows), kind, lambda chunk: copy_chunk(smem, gmem, chunk), all_rows=True)
 
     load(query_gmem, query_smem, *rows)
+
+
+def prefetch_queries(query_gmem: Ref, rows: QueryRows, kind: ItemKind) -> None:
+    """Asks L2 for an item's query rows; each thread asks for its share of their lines."""
+    geometry, line = kind.geometry, 128
+    token_bytes = 2 * geometry.problem.head_size * geometry.problem.group  # neighbours in memory
+    lines = pl.cdiv(token_bytes, line)
+
+    @inline(plgpu.RefType(), *[SCALAR] * len(rows))
+    def prefetch(_, query_gmem, *rows):
+        token, num_tokens, kv_head = (x.registers.item() for x in rows)
+        first = add(mul(token, geometry.problem.num_kv_heads), kv_head)
+        for i in range(pl.cdiv(kind.tokens * lines, WARPGROUP)):
+            number = add(thread_index_read_again(), i32(WARPGROUP * i))
+            own = div(number, lines)
+            index = add(first, mul(own, geometry.problem.num_kv_heads))
+            offset = arith.addi(bytes_of(index, token_bytes), bytes_of(rem(number, lines), line))
+            assembly(
+                "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists prefetch.global.L2 [$1]; }",
+                "r,l",
+                as_i32(less(own, num_tokens)),
+                add(address(query_gmem), offset),
+            )
+
+    prefetch(query_gmem, *rows)
 
 
 def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
