@@ -47,9 +47,9 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
+    items.finish(stage, smem)  # the following item can be described while results are stored
     results.store(item, warpgroup, rows, state, results_smem, refs, kind)
     queries.finish(query_stage, next_query, refs, kind.geometry)
-    items.finish(stage, smem)
 
 
 @dataclass(frozen=True)
