@@ -41,7 +41,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     next_query = queries.read_next(stage, refs, kind.geometry)
-    state = softmax.finished(state, rows, kind.geometry)
+    state = softmax.finished(state, rows)
     # The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill,
     # which has the latency of memory (benchmarks/LOG.md, "What is spilled").
     item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
