@@ -91,8 +91,7 @@ class TileBarriers(NamedTuple):
     keys_consumed: Ref  # a barrier for each stage
     keys_ready: Ref
     values_copied: Ref  # a tile of V has arrived, and some of its rows must be zeroed
-    raw_keys_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
-    raw_values_ready: Ref
+    raw_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
     values_consumed: Ref
     values_ready: Ref
 
@@ -124,8 +123,8 @@ class QueryRing(NamedTuple):
 class RawTiles(NamedTuple):
     """Tiles of a cache of 8 bits before their conversion. Wide and thin items share their memory."""
 
-    ready: Ref  # barrier of wide items
-    rows: Ref  # [tokens, head_size]
+    ready: Ref  # barriers of wide items
+    rows: Ref  # [tokens of all raw tiles, head_size]
 
 
 class Scratch(NamedTuple):
@@ -142,8 +141,7 @@ class Scratch(NamedTuple):
     order: Ref  # as in `Counts`, if the kernel counts
     wide_programs: Ref  # as in `Counts`, if the kernel counts
     query: QueryRing
-    raw_keys: RawTiles
-    raw_values: RawTiles
+    raw: RawTiles
     signals: Ref  # barriers, indexed by `Signal`; the phases of one array take one register
     sums: Ref  # [WGMMA_ROWS], of a handed-over softmax
     table: Ref  # as in `Counts`, if the kernel counts
@@ -162,8 +160,7 @@ class Scratch(NamedTuple):
             self.keys.consumed,
             self.keys.ready,
             self.values_copied,
-            self.raw_keys.ready,
-            self.raw_values.ready,
+            self.raw.ready,
             self.values.consumed,
             self.values.ready,
         )
@@ -207,7 +204,8 @@ def scratch(geometry: Geometry) -> Scratch:
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
     raw = ABSENT
     if geometry.converts_tiles:
-        raw = plgpu.SMEM((geometry.tuning.tile, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
+        tokens = geometry.tuning.raw_tiles * geometry.tuning.tile
+        raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
         claimed=plgpu.SMEM((1,), jnp.int32),
         counted=counted,
@@ -227,8 +225,7 @@ def scratch(geometry: Geometry) -> Scratch:
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
             divisors=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32) if reads_queries else ABSENT,
         ),
-        raw_keys=RawTiles(wide.raw_keys_ready, raw),
-        raw_values=RawTiles(wide.raw_values_ready, raw),
+        raw=RawTiles(wide.raw_ready, raw),
         signals=plgpu.Barrier(num_barriers=Signal.STORED + reads_queries),
         sums=rows,
         table=counts.table,
@@ -252,8 +249,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
         keys_consumed=consumed,
         keys_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_key_slots, num_barriers=kind.stages),
         values_copied=copied,
-        raw_keys_ready=raw_ready,
-        raw_values_ready=raw_ready,
+        raw_ready=raw_ready,
         values_consumed=consumed,
         values_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_value_slots, num_barriers=kind.stages),
     )
