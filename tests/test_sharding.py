@@ -122,7 +122,7 @@ UNLIKE = [
 
 
 def test_who_adds_up_decode_steps(monkeypatch, caplog):
-    """XLA does, and the log says why, unless the kernel can and is wanted; beyond four GPUs it must be asked for."""
+    """XLA does, and the log says why, unless the kernel can and is wanted."""
     caplog.set_level(logging.INFO, "examples.sharding")
     lacking = []
     monkeypatch.setattr(all_reduce, "lacks", lambda mesh, hidden_size, dtype: lacking[0] if lacking else None)
