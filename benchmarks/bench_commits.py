@@ -4,10 +4,11 @@
     python -m benchmarks.bench_commits lower FOLDER/after --cases 8x8192-5,prefill-32x512
     python -m benchmarks.bench_commits time FOLDER --names before,after --out FILE
 
-The first command runs in the checkout of one commit, the second one in another's: they write programs, which need no
-GPU to be lowered, and which all have the same JAX. The third runs in any checkout, on a GPU: it compiles them, checks
-their results, and times for each case one program after the other. `--random SEED` takes batches that a seed draws
-(`cases.random_ragged`, `cases.random_decode`), of which `--numbers 0,3` picks some.
+Run the first command in the checkout of one commit, and the second one in the checkout of another, with the same JAX.
+They lower each case's program and write it to a file, for which they need no GPU. Run the third command in any checkout
+on a GPU: it compiles the programs, checks their results, and times for each case one program after the other. With
+`--random SEED --numbers 0,3` the cases are the first and the fourth that a seed draws (`cases.random_ragged`,
+`cases.random_decode`).
 """
 
 import argparse
@@ -31,11 +32,8 @@ from paged_jax.kernels import problem as facts
 BENCHMARKS = {"decode": bench_decode.BENCHMARK, "ragged": bench_ragged.BENCHMARK}
 _RANDOM = {"decode": cases.random_decode, "ragged": cases.random_ragged}
 _HOPPER = facts.Device(90, 132)  # the GPU for which programs are lowered where there is none: an H100 or an H200
-_CALLS = (
-    "mosaic_gpu_v2",
-    "triton_kernel_call",
-    "triton_kernel_call_ffi",
-)  # of which JAX does not promise that they can be exported
+# JAX exports these calls only if it is told to: it does not promise that another version understands them.
+_CALLS = "mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi"
 _DRAWN = 60  # cases of a seed
 _LIST = "programs.json"  # of a commit: the op, the commit, and each case with the name of its program's file
 
