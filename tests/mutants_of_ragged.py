@@ -20,8 +20,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: sequences keep their order if some begin late",
         "kernels/mosaic_gpu/ragged/count.py",
-        "lanes.vote((numbers <= programs)",
-        "lanes.vote((numbers <= programs + 1)",
+        "lanes.vote((numbers <= most_programs)",
+        "lanes.vote((numbers <= most_programs + 1)",
         "tests/test_mosaic_gpu_ragged_plan.py -k begin_at_once",
     ),
     Mutant(

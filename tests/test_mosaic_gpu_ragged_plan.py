@@ -3,6 +3,7 @@
 On a GPU the kernel runs these functions. Here they run on arrays.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -135,13 +136,35 @@ def test_sequences_keep_their_order_if_all_items_begin_at_once():
 
 
 def test_wide_items_are_split_to_fill_their_last_wave():
-    """The 256 items of 1031 queries would have a third wave, because a few programs decode."""
-    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    """The 184 items of 736 queries would fill a second wave of programs by less than half."""
+    query_lens, lens = (736, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
-    wide = geometry.kinds[0]
-    assert int(count.total(Counted.ITEMS, wide, counts)) == 2 * 8 * 32
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 2 * 8 * 23
     geometry, counts, _ = planned((4096,), (4096,), 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 128
+
+
+@pytest.mark.parametrize("queries", [1031, 1550])
+def test_a_few_more_programs_begin_with_wide_items_if_that_saves_a_wave(queries):
+    """By their part of the work, 124 programs would begin with the 256 or 384 items, and few would be last."""
+    query_lens, lens = (queries, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * (queries // 32)
+    assert int(counts.wide_programs[0]) == 128
+
+
+def test_thin_items_beside_wide_ones_are_short():
+    """They may begin when no wide item is left. Alone, eight sequences of this length are two splits for each head."""
+    thin_tiles = []
+    for query_lens in ((1,) * 8, (1,) * 8 + (4096,)):
+        lens = (8192,) * len(query_lens)
+        geometry, counts, lengths = planned(query_lens, lens, 32, 8, 128, None, table_width=512, num_programs=132)
+        thin = geometry.kinds[1]
+        numbers = jnp.arange(int(count.total(Counted.ITEMS, thin, counts)), dtype=jnp.int32)
+        of = functools.partial(plan.find, counts=counts, lengths_gmem=lengths, kind=thin)
+        found = jax.jit(jax.vmap(of))(numbers)
+        thin_tiles.append(int(found.num_tiles.max()))
+    assert thin_tiles == [32, 13]
 
 
 @pytest.mark.parametrize("tiles", [6, 12, 20, 216])
@@ -229,7 +252,7 @@ def test_tiles_cover_cached_and_new_tokens_once(window):
     """Splits begin anywhere among both. Tiles of new tokens come from their own arrays, not from the cache."""
     query_lens, seq_lens = (300, 9), (420, 500)
     geometry, counts, lengths = planned(
-        query_lens, seq_lens, 8, 2, 64, window, prefix=True, num_programs=32, tile=64, thin_tile=64, least_split=2
+        query_lens, seq_lens, 8, 2, 64, window, prefix=True, num_programs=96, tile=64, thin_tile=64, least_split=2
     )
     tokens_of, new_splits = {}, set()
     for kind in geometry.kinds:

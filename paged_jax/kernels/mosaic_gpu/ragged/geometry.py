@@ -21,6 +21,13 @@ _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 
 _UNORDERED_THIN_SHARE = 0.5
 
+_BESIDE_WIDE_SHARE, _BESIDE_WIDE_LEAST = 0.25, 24
+"""The cost of a thin split beside wide items: this fraction of all thin items' cost / programs, or so much if that is
+more; but no more than without wide items.
+
+The last thin items may begin when no wide ones are left, and a long one would end last.
+"""
+
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 """The number of splits is truncated after one of these is added.
 
@@ -366,6 +373,12 @@ class ItemKind:
         """The cost of an item's products with one tile."""
         return self.tile // _COST_TOKENS * self.halves
 
+    @property
+    def sees_more_each_tile(self) -> bool:
+        """Whether each query tile of a sequence sees all tokens that the one before sees, and its own."""
+        problem = self.geometry.problem
+        return self.is_wide and problem.causal and problem.sliding_window is None and problem.block_sparse is None
+
     # Splits.
 
     @property
@@ -389,7 +402,8 @@ class ItemKind:
         most_splits = pl.cdiv(tiles * self.tile_cost, self.least_split)
         if most_splits <= 1:
             return unsplit
-        most = math.ceil(2 / (2 - self.rounded) / min(self.shares) * tuning.num_programs)
+        least_share = min(*self.shares, self.share_beside_wide or 1.0)
+        most = math.ceil(2 / (2 - self.rounded) / least_share * tuning.num_programs)
         if self.is_wide:
             return most + unsplit
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
@@ -425,6 +439,16 @@ class ItemKind:
         return shares if self.geometry.orders_sequences else shares[:1]
 
     @property
+    def share_beside_wide(self) -> float | None:
+        """The cost of a thin split if there are wide items, as a fraction of all thin items' cost / programs.
+
+        None for wide items, and where wide items make no difference.
+        """
+        wide, _ = self.geometry.kinds
+        may_differ = not (self.is_wide or self.geometry.merges_copies) and wide.may_exist
+        return _BESIDE_WIDE_SHARE if may_differ else None
+
+    @property
     def rounded(self) -> float:
         """The addend that rounds a number of splits before it is truncated."""
         return _WIDE_ROUNDED if self.is_wide else _THIN_ROUNDED
@@ -433,6 +457,11 @@ class ItemKind:
     def item_cost(self) -> float:
         """The cost of a further item when shares are compared."""
         return _WIDE_ITEM_COST if self.is_wide else 0.0
+
+    @property
+    def least_beside_wide(self) -> int:
+        """The least target cost of a thin split if there are wide items, unless it is less without them."""
+        return max(self.least_split, _BESIDE_WIDE_LEAST)
 
     @property
     def least_split(self) -> int:

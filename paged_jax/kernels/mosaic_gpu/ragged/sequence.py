@@ -91,8 +91,16 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
     """The number of splits of each of a sequence's items, so that a split costs about `share`."""
-    cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
+    cost = mean_cost(sequence, kind).astype(jnp.float32)
     return at_least(truncated(cost * reciprocal(share, kind.geometry) + kind.rounded, kind.geometry), 1)
+
+
+def mean_cost(sequence: Sequence, kind: ItemKind) -> Any:
+    """The mean cost of the tiles of a sequence's items. A query tile before the last one may see fewer tokens."""
+    of_last = most_tiles(sequence, kind) * kind.tile_cost
+    if not kind.sees_more_each_tile:
+        return of_last
+    return lax.max(of_last - div(sequence.query_len, 2 * kind.tile // kind.tile_cost), div(of_last, 2))
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
