@@ -27,6 +27,20 @@ MUTANTS_OF_PTX = [
         _TESTS,
     ),
     Mutant(
+        "ptx: products may see a wide item's rows before their conversion",
+        "kernels/mosaic_gpu/ragged/ptx/tiles.py",
+        "        if kind.is_wide:\n            assembly(",
+        "        if False:\n            assembly(",
+        _TESTS,
+    ),
+    Mutant(
+        "ptx: L2 is asked for queries of another kv head",
+        "kernels/mosaic_gpu/ragged/ptx/rows.py",
+        "        first = add(mul(token, geometry.problem.num_kv_heads), kv_head)\n        for i",
+        "        first = mul(token, geometry.problem.num_kv_heads)\n        for i",
+        _TESTS,
+    ),
+    Mutant(
         "ptx: a thin item's last chunks are not stored",
         "kernels/mosaic_gpu/ragged/ptx/rows.py",
         "div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)",
