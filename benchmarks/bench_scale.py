@@ -3,6 +3,7 @@
     python -m benchmarks.bench_scale --part ops --out ops.json
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
     python -m benchmarks.bench_scale --part all-reduce --reduce called,xla --tp 2,4 --out all-reduce.json
+    python -m benchmarks.bench_scale --part models --tp 2,8 --processes --out processes.json
 
 Every time is the wall clock of many calls in a row; each call needs the previous call's result. The GPUs work
 without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
@@ -11,7 +12,8 @@ jitted step. Only a step of prompts is timed call by call. An op's row also has 
 (scale_trace.py). `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by
 hand.
 
-Weights are random and made on the devices, shard by shard. If a model does not fit, its row says so.
+Weights are random and made on the devices, shard by shard. If a model does not fit, its row says so. With `--processes`
+each GPU has a process of its own (scale_processes.py), and the first one's times are taken.
 """
 
 import argparse
@@ -33,9 +35,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from benchmarks import harness, scale_reduce, timing
+from benchmarks import harness, scale_processes, scale_reduce, timing
 from benchmarks.model_steps import PROMPTS, State
-from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, VARIANTS, Model, make_weights
+from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, VARIANTS, Model, make_weights, put
 from benchmarks.scale_trace import trace
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
@@ -155,7 +157,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "
 
 
 class Report:
-    """The file of a run, which is written anew after each row."""
+    """The file of a run, which is written anew after each row. Of several processes, the first one writes it."""
 
     def __init__(self, part: str, out: Path | None):
         self.rows: list[dict[str, Any]] = []
@@ -173,7 +175,10 @@ class Report:
             answer = measure()
         except Exception as error:
             answer = {"failed": harness.first_line(error)}
-        self.rows.append({"case": case, "contender": contender, "kind": "implementation", **answer})
+        processes = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+        self.rows.append({"case": case, "contender": contender, "kind": "implementation", **processes, **answer})
+        if jax.process_index():
+            return
         harness.print_row(self.rows[-1])
         harness.save(self._report, self._out)
 
@@ -280,14 +285,14 @@ def _too_large(least: int) -> dict[str, Any]:
 def _measure_step(
     program: concurrent.futures.Future, model: Model, weights: Any, phase: str, num_seqs: int
 ) -> dict[str, Any]:
-    call, on_all = program.result(), NamedSharding(model.mesh, P())
+    call = program.result()
     text = call.as_text()
     answer = {"all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start(")}
     if phase == "prefill":
-        batch = jax.device_put(model.prompts(num_seqs), on_all)
+        batch = jax.tree.map(lambda x: put(x, model.mesh), model.prompts(num_seqs))
         us, _ = best_us(lambda caches: call(weights, caches, batch)[1], model.caches(num_seqs), 1)
         return answer | {"us": us, "tokens_per_s": num_seqs * model.context / us * 1e6}
-    tables = jax.device_put(model.tables(num_seqs), on_all)
+    tables = put(model.tables(num_seqs), model.mesh)
 
     def steps(caches):
         state = State(*model.start(num_seqs), caches)
@@ -330,11 +335,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {','.join(VARIANTS)}; default called",
     )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
+    parser.add_argument("--processes", action="store_true", help="a process for each GPU; not with --part ops")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     harness.check_names(parser, "model", args.models.split(","), MODELS)
     harness.check_names(parser, "way to reduce", args.reduce, VARIANTS)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may need rights that a machine's guests lack
+    if args.processes and not scale_processes.join():
+        if args.part == "ops" or not args.tp or min(args.tp) < 2:
+            parser.error("--processes needs --part all-reduce or models, and --tp with sizes of at least 2")
+        return scale_processes.run(sys.argv[1:] if argv is None else argv, args.tp, args.out)
     if not harness.has_gpu("scale"):
         return 2
     sizes = args.tp or sorted({1, len(jax.devices())})

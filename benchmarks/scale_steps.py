@@ -41,6 +41,12 @@ VARIANTS: dict[str, dict[str, str] | None] = {
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
 
+def put(array: Any, mesh: Mesh, *axes: str) -> jax.Array:
+    """Puts an array on a mesh's devices, split by these axes. All processes of the mesh have this array."""
+    array, sharding = np.asarray(array), NamedSharding(mesh, P(*axes))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def make_weights(shapes: Any, mesh: Mesh) -> Any:
     """Makes random weights on the devices shard by shard, normal with deviation 1/50 (norms: 1)."""
 
@@ -54,7 +60,7 @@ def make_weights(shapes: Any, mesh: Mesh) -> Any:
         names = [getattr(key, "key", None) for key in path]
         sharding = sharding_of(names, leaf.shape, mesh)
         if names[-1] == "scale":
-            return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding)
+            return put(np.ones(leaf.shape, leaf.dtype), mesh)
         number = zlib.crc32(jax.tree_util.keystr(path).encode()) % 2**31
         return normal(leaf.shape, leaf.dtype, sharding)(jax.random.key(number, impl="rbg"))
 
@@ -118,8 +124,7 @@ class Model:
         """Tokens and positions at which decode starts: half of the steps come before the context length is reached."""
         tokens = np.arange(num_seqs, dtype=np.int32) + 7
         positions = np.full(num_seqs, self.context - STEPS // 2, np.int32)
-        first, second = jax.device_put((tokens, positions), NamedSharding(self.mesh, P()))
-        return first, second
+        return put(tokens, self.mesh), put(positions, self.mesh)
 
     def prompts(self, num_seqs: int) -> Batch:
         """A batch of whole prompts."""

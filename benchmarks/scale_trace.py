@@ -82,13 +82,16 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
     late = np.median(ends - ends[:1], axis=1, keepdims=True)  # how late each GPU's clock is
     starts, ends = starts - late, ends - late
     last = starts.max(axis=0)
+    waits = {
+        "waits_us": float((last - starts).mean()),
+        "moves_us": float((ends - last).mean()),
+        "skew_us": float(np.median(last - starts.min(axis=0))),
+    }
     before = [e[i].start - e[i - 1].end for e, at in zip(gpus, reduces, strict=True) for i in at if i]
     after = [e[i + 1].start - e[i].end for e, at in zip(gpus, reduces, strict=True) for i in at if i + 1 < len(e)]
     return answer | {
         "all_reduce_us": float((ends - starts).mean()),
-        "waits_us": float((last - starts).mean()),
-        "moves_us": float((ends - last).mean()),
-        "skew_us": float(np.median(last - starts.min(axis=0))),
+        **(waits if len(gpus) > 1 else {}),
         "pause_before_us": statistics.median(before),
         "pause_after_us": statistics.median(after),
     }
@@ -115,7 +118,13 @@ def by_name(events: Sequence[Event], num_steps: int, most: int = 16) -> list[tup
 
 
 def trace(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
-    """Traces `run`, which calls `num_steps` steps. Returns `summary`, the host's calls of CUDA and the kernels."""
+    """Traces `run`, which calls `num_steps` steps. Returns `summary`, the host's calls of CUDA and the kernels.
+
+    Of several processes the first one traces its own GPU, and the others merely run the steps.
+    """
+    if jax.process_index():
+        jax.block_until_ready(run())
+        return {}
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:

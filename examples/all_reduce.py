@@ -2,11 +2,14 @@
 
 A decode step reduces some rows of the residual stream after each attention and each MLP. They are few bytes, so latency
 is all that counts: one kernel sends, sums, adds and norms, and needs one trip from GPU to GPU. It writes to addresses
-that Python passes in a table (`PeerSum`): JAX lets GPUs of one process reach each other's memory. With Pallas's own
-references to other devices XLA would launch a barrier and copy metadata at each call.
+that Python passes in a table (`PeerSum`), of memory that all GPUs reach (peer_memory.py): one process has all of them,
+or each has a process of its own. With Pallas's own references to other devices XLA would launch a barrier and copy
+metadata at each call.
 
-The step's first sum, of the embedding, is XLA's: no device runs a program with XLA's all-reduces for the first time
-before all devices have loaded it, and to load a kernel on which another GPU waits may block.
+The step's first sum, of the embedding, is XLA's: no device of a process runs a program with XLA's all-reduces for the
+first time before all of its devices have loaded it, and to load a kernel on which another GPU waits may block. Between
+processes nothing more is needed: to load a kernel may wait for earlier kernels of the same GPU, but these wait only for
+kernels that come as early in the other processes.
 
 Grid: a program of one warpgroup for each row, or a cluster of up to eight for each of few rows, since one
 multiprocessor loads 128 KiB of addends in no less than a microsecond. Threads load, send, wait, sum and norm 16 bytes
@@ -16,7 +19,6 @@ Bytes: of few rows, a device sends each row to N devices. 16 rows of 4096 on eig
 rows it sends 2 (N - 1) / N of them: 64 rows of 4096 are as much.
 """
 
-import ctypes
 import dataclasses
 import functools
 from typing import Any
@@ -32,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from examples import peer_memory
 from examples.exchange import CHUNK, EMPTY, MOST_ROWS, TURNS, WARPGROUP, exchange, total
 from examples.norms import RMSNorm
 
@@ -57,49 +60,53 @@ def lacks(mesh: Mesh | None, hidden_size: int, dtype: Any) -> str | None:
         return "the mesh has another axis"
     if any(getattr(device, "compute_capability", "") != "9.0" for device in devices):
         return "a device is no Hopper GPU"
-    if len({device.process_index for device in devices}) > 1:
-        return "the GPUs belong to several processes"
-    return None if _reach_each_other(tuple(device.local_hardware_id for device in devices)) else "no peer memory"
+    if (num_processes := _num_processes(mesh)) == 1:
+        return None if peer_memory.reach_each_other(mesh) else "no peer memory"
+    if num_processes < len(devices):
+        return "a process has some of several GPUs"
+    try:
+        peer_memory.of_processes(mesh, _words(mesh, hidden_size), EMPTY)
+    except peer_memory.PeerMemoryError as error:
+        return str(error)
+    return None
 
 
-@functools.cache
-def _reach_each_other(ordinals: tuple[int, ...]) -> bool:
-    """Whether each of these GPUs reads and writes the memory of the others. JAX enables that wherever it can be."""
-    driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    pairs = [(a, b) for a in ordinals for b in ordinals if a != b]
-    return all(driver.cuDeviceCanAccessPeer(ctypes.byref(can), *pair) == 0 and can.value == 1 for pair in pairs)
+def _num_processes(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _words(mesh: Mesh, hidden_size: int) -> int:
+    """The words of a device's inbox for rows of `hidden_size` bfloat16."""
+    return TURNS * (mesh.shape["tp"] + 1) * MOST_ROWS * hidden_size // 2 + MOST_ROWS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PeerSum:
-    """The inboxes of a mesh's devices, and their addresses. Programs with these addresses need it.
+    """The addresses of the inboxes of a mesh's devices, which only the kernels read and write.
 
     Attributes:
         mesh: the devices.
-        inbox: u32 `[tp, words]`, which only the kernels read and write, by its addresses.
         table: i32 `[tp, 2 + 2 * tp]`, split over the devices: for each its rank, 0, and the addresses of all inboxes,
-            low halves first.
+            low halves first. Processes have addresses of their own.
         most_rows: of a call.
     """
 
     mesh: Mesh
-    inbox: Any
     table: Any
     most_rows: int = MOST_ROWS
 
     @classmethod
-    @functools.cache  # programs hold the addresses, so that an inbox must live as long as the process
+    @functools.cache
     def over(cls, mesh: Mesh, hidden_size: int) -> "PeerSum":
         """Makes empty inboxes for rows of `hidden_size` bfloat16 on the devices of a mesh, once."""
         size = mesh.shape["tp"]
-        words = TURNS * (size + 1) * MOST_ROWS * hidden_size // 2 + MOST_ROWS
-        make = jax.jit(lambda: jnp.full((size, words), EMPTY, jnp.uint32), out_shardings=NamedSharding(mesh, P("tp")))
-        inbox = jax.block_until_ready(make())
-        at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in inbox.addressable_shards}
-        addresses = np.array([at[device] for device in mesh.devices.flat], np.int64)
-        ranks = np.arange(size, dtype=np.int32)
-        columns = [ranks, np.zeros_like(ranks), *np.broadcast_to(addresses.view(np.int32), (size, 2 * size)).T]
-        return cls(mesh, inbox, jax.device_put(np.stack(columns, axis=1), NamedSharding(mesh, P("tp"))))
+        make = peer_memory.of_one_process if _num_processes(mesh) == 1 else peer_memory.of_processes
+        addresses = np.array(make(mesh, _words(mesh, hidden_size), EMPTY), np.int64).view(np.int32)
+        ranks = np.arange(size, dtype=np.int32)[:, None]
+        # Of this table the devices of a process take their own rows.
+        table = np.hstack([ranks, np.zeros_like(ranks), np.tile(addresses, (size, 1))])
+        sharding = NamedSharding(mesh, P("tp"))
+        return cls(mesh, jax.make_array_from_callback(table.shape, sharding, lambda index: table[index]))
 
     def __call__(
         self,

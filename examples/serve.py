@@ -41,7 +41,10 @@ guided_choice, guided_grammar). With --tool-call-parser, models call tools. A re
 
 Several GPUs: --mesh tp=2 splits the model over two of them, and --mesh dcp=2 the blocks of the cache, for long texts.
 --mesh dp=2 runs two copies of the model, which share the requests; each copy has --num-blocks blocks and runs
---max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.
+--max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs. One process launches the steps of many GPUs slowly. Eight
+processes with a GPU each are started so, I from 0 to 7; process 0 listens:
+
+    JAX_LOCAL_DEVICE_IDS=I python -m examples.serve --mesh tp=8 --processes 8 --process I
 
 After a step that failed, requests get errors, /health answers 503, and the server tries the engine until it serves
 again. If a step does not end within --step-seconds, /health answers 503. If the engine can never be used again, the

@@ -238,7 +238,7 @@ def test_large_steps_leave_sums_to_xla():
     """XLA's options for all-reduces are for those steps alone that XLA reduces."""
     mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
     weights = {"mlp": {"down_proj": {"kernel": jax.ShapeDtypeStruct((2**15, 2**14), jnp.bfloat16)}}}
-    peers = all_reduce.PeerSum(mesh, None, None, most_rows=100)
+    peers = all_reduce.PeerSum(mesh, None, most_rows=100)
     assert "xla_gpu_enable_command_buffer" not in xla_options(100, weights=weights, mesh=mesh, peers=peers)
     assert "xla_gpu_enable_command_buffer" in xla_options(101, weights=weights, mesh=mesh, peers=peers)
 

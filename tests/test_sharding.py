@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from examples import all_reduce
+from examples import all_reduce, peer_memory
 from examples.config import DecoderConfig, ExpertsConfig, LatentConfig, LayerConfig
 from examples.decoder import Decoder
 from examples.families import parse_config
@@ -88,13 +88,20 @@ def test_a_mesh_in_words():
         (mesh_of(2), 1536, "bfloat16", "it takes bfloat16 rows of a multiple of 1024, got bfloat16 of 1536"),
         (mesh_of(2, 2), 1024, "bfloat16", "the mesh has another axis"),
         (mesh_of(2, compute_capability="10.0"), 1024, "bfloat16", "a device is no Hopper GPU"),
-        (mesh_of(2, process_index=1), 1024, "bfloat16", "the GPUs belong to several processes"),
+        (mesh_of(3, process_index=1), 1024, "bfloat16", "a process has some of several GPUs"),
+        (mesh_of(2, process_index=1), 1024, "bfloat16", "only rows of 2048 here"),
+        (mesh_of(2, process_index=1), 2048, "bfloat16", None),
         (mesh_of(2), 2048, "bfloat16", None),
         (mesh_of(4), 2048, "bfloat16", "no peer memory"),
     ],
 )
 def test_what_the_kernel_lacks(monkeypatch, mesh, hidden_size, dtype, expected):
-    monkeypatch.setattr(all_reduce, "_reach_each_other", lambda ordinals: ordinals == (0, 1))
+    def of_processes(mesh, words, word):
+        if words != 2 * 3 * 128 * 2048 // 2 + 128 or word != 0x80008000:
+            raise peer_memory.PeerMemoryError("only rows of 2048 here")
+
+    monkeypatch.setattr(peer_memory, "_reach_each_other", lambda ordinals: ordinals == (0, 1))
+    monkeypatch.setattr(peer_memory, "of_processes", of_processes)
     assert all_reduce.lacks(mesh, hidden_size, dtype) == expected
 
 
