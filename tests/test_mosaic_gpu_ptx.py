@@ -13,7 +13,8 @@ from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
 from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
 from tests.warpgroup import GLOBAL, SHARED, THREADS, InLayout, OfWarps, Warpgroup
@@ -86,13 +87,14 @@ def test_gather(gpu):
     np.testing.assert_array_equal(scan.gather(gpu.put(values), indices, 49), values[np.minimum(indices, 49)])
 
 
-def test_sums(gpu):
+@pytest.mark.parametrize("packs", [False, True])
+def test_sums(gpu, packs):
     rng = np.random.default_rng(0)
-    sums = gpu.empty((3, 2 * THREADS + 5), np.int32, SHARED)
-    whole = rng.integers(-9, 9, (2, THREADS)).astype(np.int32)
-    arrays = {2: whole, 0: whole[::-1]}
+    sums = gpu.empty((4, 2 * THREADS + 5), np.int32, SHARED)
+    whole = rng.integers(0 if packs else -9, 250, (2, THREADS)).astype(np.int32)
+    arrays = {2: whole, 0: whole[::-1], 3: whole // 2}
     for i in range(2):
-        scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS)
+        scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS, packs)
     for row, x in arrays.items():
         np.testing.assert_array_equal(sums[row][: 2 * THREADS + 1], np.cumsum([0, *x.reshape(-1)]))
 
@@ -112,19 +114,44 @@ def test_totals(gpu):
     np.testing.assert_allclose(scan.totals({0: costs}, first), [costs.sum()], rtol=1e-6)
     found = scan.totals({1: items, 2: items // 2}, second)
     np.testing.assert_allclose(found, [items.sum(), (items // 2).sum()], rtol=1e-6)
+    in_lanes = ragged_warps.totals_in_lanes([items, items // 2], gpu.empty((3, 4), np.float32, SHARED), 1)
+    expected = np.float32([items.sum(), *[(items // 2).sum()] * 31])
+    np.testing.assert_array_equal(in_lanes, np.tile(expected, 4))
+    assert ragged_warps.of_lanes(in_lanes, 2) == expected[:2].tolist()
 
 
-@pytest.mark.parametrize(("most", "count"), [(3, 128), (1 << 22, 128), (2**31 - 1, 128), (9, 50), (9, 3)])
+def test_votes_of_lanes(gpu):
+    bits = np.random.default_rng(0).integers(0, 2, 32).astype(np.int32)
+    expected = sum(int(bit) << lane for lane, bit in enumerate(bits))
+    assert np.uint32(ragged_warps.votes(np.tile(3 * bits, 4))) == expected
+
+
+def test_arithmetic_in_one_instruction(gpu):
+    numbers_of_threads = np.random.default_rng(0).uniform(-1e6, 1e6, THREADS).astype(np.float32)
+    np.testing.assert_allclose(numbers.reciprocal(numbers_of_threads), 1 / numbers_of_threads, rtol=1e-6)
+    np.testing.assert_array_equal(numbers.truncated(numbers_of_threads), np.trunc(numbers_of_threads).astype(np.int32))
+    assert numbers.truncated(np.float32(-2.9)) == -2
+
+
+@pytest.mark.parametrize(("most", "count"), [(3, 128), (1 << 22, 128), (2**31 - 1, 128), (9, 64), (9, 32)])
 def test_the_largest_come_first(gpu, most, count):
-    numbers = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
-    numbers[[3, 77, 100]] = numbers.max()
-    numbers[count:] = 0
+    costs = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
+    costs[[3, 77, 100]] = costs.max()
+    costs[count:] = 0
     values, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
-    rows, places = gpu.empty((3, THREADS + 5), np.int32, SHARED), scan.places_largest_first(numbers, values, count)
-    expected = np.argsort(-np.minimum(numbers, (1 << 22) - 1), stable=True)
-    moved = scan.moved({0: numbers, 2: -numbers}, places, rows, order)
+    rows = gpu.empty((3, THREADS + 5), np.int32, SHARED)
+    places = scan.places_largest_first(costs, values, np.int32(count))
+    expected = np.argsort(-np.minimum(costs, (1 << 22) - 1), stable=True)
+    moved = scan.moved({0: costs, 2: -costs}, places, rows, order)
     np.testing.assert_array_equal(order.get(), expected)
-    np.testing.assert_array_equal(moved, [numbers[expected], -numbers[expected]])
+    np.testing.assert_array_equal(moved, [costs[expected], -costs[expected]])
+
+
+def test_a_kept_order_is_stored(gpu):
+    rows, order = gpu.empty((3, THREADS + 5), np.int32, SHARED), gpu.empty((THREADS,), np.int32, SHARED)
+    own = np.arange(THREADS, dtype=np.int32)
+    scan.keep({2: 7 * own}, rows, order)
+    np.testing.assert_array_equal([rows.get()[2, :THREADS], order.get()], [7 * own, own])
 
 
 @pytest.mark.parametrize("space", [SHARED, GLOBAL])
@@ -156,9 +183,9 @@ def test_numbers_of_items_are_claimed_once(gpu):
 
 
 def test_descriptions_of_items(gpu):
-    fields = gpu.put(np.full((2, 18), -1, np.int32), SHARED)
-    items.store_fields(fields, np.int32(1), [*np.arange(100, 117, dtype=np.int32)])
-    np.testing.assert_array_equal(fields.get(), [[-1] * 18, [*range(100, 117), -1]])
+    fields = gpu.put(np.full((2, 20), -1, np.int32), SHARED)
+    items.store_fields(fields, np.int32(1), [*np.arange(100, 116, dtype=np.int32)])
+    np.testing.assert_array_equal(fields.get(), [[-1] * 20, [*range(100, 116), *[-1] * 4]])
 
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])

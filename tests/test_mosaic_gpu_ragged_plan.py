@@ -16,7 +16,7 @@ from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
@@ -206,7 +206,7 @@ def test_items_cover_each_row_and_token_once(shape):
                 seen.setdefault((token, item.kv_head), []).append(span)
             if item.partial >= 0:
                 found.append(item.partial)
-        assert int(plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
+        assert not plan.exists(jnp.int32(num_items), counts, kind)
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= kind.num_partials
     assert any(partials)

@@ -245,9 +245,18 @@ class ItemKind:
     @property
     def most_items(self) -> int:
         """An upper bound of the number of items, and of an item's tiles."""
+        return max(self.most_numbered + 2 * self.geometry.tuning.num_programs, self.geometry.problem.max_seq_len)
+
+    @property
+    def most_numbered(self) -> int:
+        """An upper bound of the number of items, where each split counts as one."""
+        return self.most_unsplit + self.num_partials
+
+    @property
+    def most_unsplit(self) -> int:
+        """An upper bound of the number of items, each with all of its splits."""
         problem = self.geometry.problem
-        items = problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs) + self.num_partials
-        return max(items + 2 * self.geometry.tuning.num_programs, problem.max_seq_len)
+        return problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs)
 
     @property
     def halves(self) -> int:

@@ -51,13 +51,15 @@ def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) 
 def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
     """Stores 32-bit integers in a row of shared memory. This warpgroup sees them afterwards, others after a barrier."""
     columns = fields_smem.shape[1]
+    assert len(values) % 4 == 0
 
     @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))
     def store(_, fields_smem, row, *values):
         first = add(address(fields_smem), mul(row.registers.item(), 4 * columns))
-        code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }"
-        for i, value in enumerate(values):
-            assembly(code, "r,r,r", thread_index_read_again(), add(first, i32(4 * i)), value.registers.item())
+        code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
+        for i in range(0, len(values), 4):
+            words = [value.registers.item() for value in values[i : i + 4]]
+            assembly(code, "r,r,r,r,r,r", thread_index_read_again(), add(first, i32(4 * i)), *words)
         mgpu.warpgroup_barrier()
 
     store(fields_smem, row, *values)
