@@ -126,6 +126,16 @@ def test_votes_of_lanes(gpu):
     assert np.uint32(ragged_warps.votes(np.tile(3 * bits, 4))) == expected
 
 
+def test_sums_of_warps(gpu):
+    values = np.random.default_rng(0).integers(-99, 99, THREADS).astype(np.int32)
+    of_warps = values.reshape(-1, 32)
+    np.testing.assert_array_equal(ragged_warps.sum_of_warp(values), np.repeat(of_warps.sum(axis=1), 32))
+    np.testing.assert_array_equal(ragged_warps.sums_of_warp(values), of_warps.cumsum(axis=1).reshape(-1))
+    first = np.tile(of_warps[0], 4)
+    assert ragged_warps.lane_of(first, np.int32(7)) == first[7]
+    assert ragged_warps.count_of_warp((first > 0).astype(np.int32)) == (of_warps[0] > 0).sum()
+
+
 def test_arithmetic_in_one_instruction(gpu):
     numbers_of_threads = np.random.default_rng(0).uniform(-1e6, 1e6, THREADS).astype(np.float32)
     np.testing.assert_allclose(numbers.reciprocal(numbers_of_threads), 1 / numbers_of_threads, rtol=1e-6)

@@ -16,3 +16,19 @@ def of_lanes(values, count):
 
 def votes(conditions):
     return ((conditions[:WARP] != 0).astype(jnp.uint32) << jnp.arange(WARP, dtype=jnp.uint32)).sum().astype(jnp.int32)
+
+
+def lane_of(values, lane):
+    return values[lane]
+
+
+def sum_of_warp(values):
+    return jnp.repeat(values.reshape(-1, WARP).sum(axis=1, dtype=values.dtype), WARP)
+
+
+def sums_of_warp(values):
+    return jnp.cumsum(values.reshape(-1, WARP), axis=1, dtype=values.dtype).reshape(-1)
+
+
+def count_of_warp(conditions):
+    return (conditions[:WARP] != 0).sum(dtype=jnp.int32)

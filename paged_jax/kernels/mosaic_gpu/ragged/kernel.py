@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
-from paged_jax.kernels.mosaic_gpu.ragged import items, queries, thin, wide
+from paged_jax.kernels.mosaic_gpu.ragged import ahead, items, queries, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
@@ -69,6 +69,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        ahead.prefetch(refs, geometry)
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
         _attend_to_items(refs, geometry)

@@ -30,6 +30,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.scan import (
     iota,
     of_threads,
     store_word,
+    sums_in_lanes,
 )
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
@@ -103,3 +104,50 @@ def votes(conditions: Array) -> Scalar:
         return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
 
     return vote(conditions)
+
+
+def lane_of(values: Array, lane: Any) -> Scalar:
+    """The integer of a lane, for all threads of its warp."""
+
+    @inline(LAYOUT, SCALAR, returns=(), dtype="int32", layout=SCALAR)
+    def get(_, values, lane):
+        value = element(values.registers.item(), 0)
+        code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        value = llvm.inline_asm(value.type, [value, lane.registers.item()], code, "=r,r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return get(values, jnp.int32(lane))
+
+
+def sum_of_warp(values: Array) -> Array:
+    """The sum of integers over the lanes of each warp."""
+
+    @inline(LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def compute(_, values):
+        return of_threads(integer_sum_of_warp(element(values.registers.item(), 0)))
+
+    return compute(values)
+
+
+def sums_of_warp(values: Array) -> Array:
+    """Inclusive prefix sums of integers over the lanes of each warp."""
+
+    @inline(LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def compute(_, values):
+        return of_threads(sums_in_lanes(element(values.registers.item(), 0)))
+
+    return compute(values)
+
+
+def count_of_warp(conditions: Array) -> Scalar:
+    """The number of a warp's lanes whose integer is not 0. All warps must have the same."""
+
+    @inline(LAYOUT, returns=(), dtype="int32", layout=SCALAR)
+    def count(_, conditions):
+        value = element(conditions.registers.item(), 0)
+        code = """{ .reg .pred holds; .reg .b32 bits; setp.ne.b32 holds, $1, 0;
+        vote.sync.ballot.b32 bits, holds, 0xffffffff; popc.b32 $0, bits; }"""
+        number = llvm.inline_asm(value.type, [value], code, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return count(conditions)
