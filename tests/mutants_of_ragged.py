@@ -6,8 +6,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: the cost of a long prompt overflows",
         "kernels/mosaic_gpu/ragged/count.py",
-        "return items * of_item.astype(jnp.float32)",
-        "return (items.astype(jnp.int32) * of_item).astype(jnp.float32)",
+        "if kind.most_unsplit * most_cost < 1 << 31:",
+        "if most_cost:",
         "tests/test_mosaic_gpu_ragged_plan.py -k overflow",
     ),
     Mutant(
@@ -20,8 +20,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: sequences keep their order if some begin late",
         "kernels/mosaic_gpu/ragged/count.py",
-        "begin_at_once & (number <= programs)",
-        "begin_at_once & (number <= programs + 1)",
+        "lanes.vote((numbers <= programs)",
+        "lanes.vote((numbers <= programs + 1)",
         "tests/test_mosaic_gpu_ragged_plan.py -k begin_at_once",
     ),
     Mutant(
@@ -34,7 +34,7 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: all kv heads of a long prompt are read at a time",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "return -at_least(-at_least(quotient(items, at_least(query_tiles, 1)), 1), -num_kv_heads)",
+        "return -at_least(-at_least(quotient(items, at_least(query_tiles, 1), kind), 1), -num_kv_heads)",
         "return jnp.int32(num_kv_heads) + 0 * items",
         "tests/test_mosaic_gpu_ragged_plan.py -k few_heads",
     ),
@@ -69,8 +69,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: items are split into more than there is room for",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "* (1 / share) + kind.rounded)",
-        "* (1 / share) + kind.rounded + 9)",
+        "* reciprocal(share, kind.geometry) + kind.rounded,",
+        "* reciprocal(share, kind.geometry) + kind.rounded + 9,",
         "tests/test_mosaic_gpu_ragged_plan.py -k cover",
     ),
     Mutant(
