@@ -182,20 +182,24 @@ def test_columns_are_copied(gpu, shape):
     np.testing.assert_array_equal(copied.get(), values[..., :count])
 
 
-def test_numbers_of_items_are_claimed_once(gpu):
-    claimed = gpu.put(np.array([5, 70], np.int32))
-    smem = SimpleNamespace(claimed=gpu.put(np.zeros(1, np.int32), SHARED))
-    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(claimed=claimed), smem=smem)
+def test_claims_and_stores_are_counted_once(gpu):
+    counters = gpu.put(np.array([5, 70, 0, 30], np.int32))
+    smem = SimpleNamespace(drawn=gpu.put(np.zeros(3, np.int32), SHARED))
+    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(counters=counters), smem=smem)
     wide, thin = kinds_of(64)
     found = [int(items.number_after(0, 100, kind, refs)) for kind in (wide, thin, wide, thin, thin)]
     assert found == [105, 170, 106, 171, 172]
-    assert claimed.get().tolist() == [7, 73]
+    places = [(3, 0), (3, 1), (2, 1), (3, 0)]
+    assert [int(items.stored_before(*map(np.int32, place), refs)) for place in places] == [30, 31, 0, 32]
+    assert counters.get().tolist() == [7, 73, 1, 33]
+    assert gpu.orders == [""] * 5 + ["acq_rel.gpu"] * 4, "who merges sees what others have stored"
+    assert smem.drawn.get().tolist() == [72, 32, 0], "each warpgroup has a place of its own"
 
 
 def test_descriptions_of_items(gpu):
     fields = gpu.put(np.full((2, 20), -1, np.int32), SHARED)
-    items.store_fields(fields, np.int32(1), [*np.arange(100, 116, dtype=np.int32)])
-    np.testing.assert_array_equal(fields.get(), [[-1] * 20, [*range(100, 116), *[-1] * 4]])
+    items.store_fields(fields, np.int32(1), [*np.arange(100, 117, dtype=np.int32)])
+    np.testing.assert_array_equal(fields.get(), [[-1] * 20, [*range(100, 117), 0, 0, 0]])
 
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])

@@ -92,6 +92,14 @@ def test_there_is_room_for_all_partial_results(of_kind):
     assert fullest > 0.5
 
 
+def test_each_half_of_a_split_item_has_a_counter():
+    geometry, *_ = planned((1, 40), (70, 4000), 8, 2, 64, None, table_width=250)
+    places = [
+        (kind, i, half) for kind in geometry.kinds for i in range(kind.num_partials) for half in range(kind.halves)
+    ]
+    assert [kind.split_counter(i, half) for kind, i, half in places] == list(range(2, geometry.num_counters))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("padding", [0, 200])
 @pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
@@ -164,18 +172,6 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     assert num_items == 8 * num_seqs * splits
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("shape", [(12, 2, 64), (6, 2, 80), (32, 8, 128), (5, 1, 128)], ids=str)
-def test_all_rows_of_split_items_are_merged(shape):
-    """Also if they do not fill the last group of rows that are merged together."""
-    lens = 89 * 128, 40, 64 * 128
-    geometry, counts, _ = planned((1, 1, 3), lens, *shape, None, table_width=2048, num_programs=132)
-    kind = geometry.kinds[1]
-    rows = np.array([1, 1, 3]) * shape[0]
-    merges = -(-rows // geometry.merged_rows)
-    assert int(count.total(Counted.MERGES, kind, counts)) == merges[0] + merges[2]
-
-
 def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
     shape, tuning = (32, 8, 128, None), {"num_programs": 132, "least_thin_split": 16}
@@ -194,7 +190,7 @@ def test_items_cover_each_row_and_token_once(shape):
     geometry, counts, lengths = planned(
         query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
     )
-    seen, partials = {}, ([], [])
+    seen, partials, splits, counters = {}, ([], []), {}, {}
     for kind, found in zip(geometry.kinds, partials, strict=True):
         num_items = int(count.total(Counted.ITEMS, kind, counts))
         for number in range(num_items):
@@ -204,12 +200,19 @@ def test_items_cover_each_row_and_token_once(shape):
             span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
             for token in range(item.first_token, item.first_token + item.num_tokens):
                 seen.setdefault((token, item.kv_head), []).append(span)
+            assert (item.partial < 0) == (item.splits == 1)
             if item.partial >= 0:
                 found.append(item.partial)
+                whole = item.kind, item.first_partial, item.splits, item.first_token, item.num_tokens, item.kv_head
+                splits.setdefault(whole, []).append(item.partial - item.first_partial)
+                for half in range(kind.halves):
+                    counters.setdefault(kind.split_counter(item.first_partial, half), set()).add((*whole, half))
         assert not plan.exists(jnp.int32(num_items), counts, kind)
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= kind.num_partials
     assert any(partials)
+    assert all(found == list(range(number)) for (_, _, number, *_), found in splits.items()), "whose results are merged"
+    assert all(len(halves) == 1 for halves in counters.values()), "each half of an item has a counter of its own"
     positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
     for token in range(len(positions)):
         for head in range(shape[1]):

@@ -259,7 +259,8 @@ class _Ptx:
             return
         found = memory.load(address, 4 * many, where).view(np.uint32)
         if parts[0] == "atom":
-            assert (*parts[1:], where.sum()) == ("global", "add", "u32", 1), "one thread claims"
+            assert (*parts[-3:], where.sum()) == ("global", "add", "u32", 1), "one thread counts"
+            self.gpu.orders.append(".".join(parts[1:-3]))
             memory.store(address, (found + self.value(operands[2])[:, None]).astype(np.uint32).view(np.uint8), where)
         for i, name in enumerate(names):
             old = self.registers.get(name, np.zeros(THREADS, np.uint32))

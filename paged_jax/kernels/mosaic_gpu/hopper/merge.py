@@ -3,7 +3,8 @@
 Arguments without a type are MLIR values; references are addresses.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -42,27 +43,47 @@ class OwnElements(NamedTuple):
     column: Any  # where the elements are in the row; 0 for the first ones
 
 
-def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
+Load = Callable[[Any], tuple[Any, list]]
+"""Loads a partial result of a row. Takes its number; returns the logarithm of its sum, and the thread's elements."""
+
+
+def merged(load: Load, num_partials, in_flight: int) -> Merged:
     """Merges the partial results of a row, in their order.
 
-    `load` takes the number of a partial result. It returns the logarithm of the partial result's sum, and the thread's
-    elements. `in_flight` loads are issued together; beyond the last partial result they must return -inf.
+    `in_flight` loads are issued together; beyond the last partial result they must return -inf.
     """
+    return merged_each([load], num_partials, in_flight)[0]
+
+
+def merged_each(loads: Sequence[Load], num_partials, in_flight: int) -> list[Merged]:
+    """Merges the partial results of several rows like `merged`. The loads of all rows are issued together."""
     carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
-    loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)
+    loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry * len(loads))
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        partials = [load(add(first, i32(i))) for i in range(in_flight)]
-        maximum, total, *out = loop.inner_iter_args
-        for log_sum, elements in partials:
-            new_maximum = arith.maximumf(maximum, log_sum)
-            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
-            total = arith.addf(arith.mulf(total, rescale), weight)
-            pairs = zip(out, elements, strict=True)
-            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
-            maximum = new_maximum
-        scf.yield_([maximum, total, *out])
-    maximum, total, *out = loop.results
+        partials = [[load(add(first, i32(i))) for i in range(in_flight)] for load in loads]
+        rows = _of_rows(loop.inner_iter_args)
+        rows = [_with_partials(row, of_row) for row, of_row in zip(rows, partials, strict=True)]
+        scf.yield_([x for maximum, total, out in rows for x in (maximum, total, *out)])
+    return _of_rows(loop.results)
+
+
+def _of_rows(values) -> list[Merged]:
+    """The parts of the softmax of each row, from all their values in a line."""
+    size = 2 + ELEMENTS
+    rows = [list(values)[i : i + size] for i in range(0, len(values), size)]
+    return [Merged(maximum, total, out) for maximum, total, *out in rows]
+
+
+def _with_partials(merged: Merged, partials: list[tuple[Any, list]]) -> Merged:
+    """Adds partial results to a softmax, in their order. Their weights do not wait for each other."""
+    maximum = functools.reduce(arith.maximumf, [log_sum for log_sum, _ in partials], merged.maximum)
+    rescale = _exp2(arith.subf(merged.maximum, maximum))
+    total, out = arith.mulf(merged.sum, rescale), [arith.mulf(x, rescale) for x in merged.out]
+    for log_sum, elements in partials:
+        weight = _exp2(arith.subf(log_sum, maximum))
+        total = arith.addf(total, weight)
+        out = [arith.addf(x, arith.mulf(y, weight)) for x, y in zip(out, elements, strict=True)]
     return Merged(maximum, total, out)
 
 
@@ -81,25 +102,28 @@ def joined(first: Merged, second: Merged) -> Merged:
 def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
     """Loads the logarithm of a sum and four elements of row `index` (64 bits) among the rows of all partial results.
 
-    The logarithm is -inf where the row does not exist; `index` must be in range even then.
+    Where the row does not exist, nothing is loaded: the logarithm is -inf, and the elements are 0.
     """
-    log_sum = load_log_sum(partials, exists, index)
-    start = arith.muli(index, i64(4 * row_size))
-    return log_sum, load_elements(partials, arith.addi(start, bytes_of(column, 16)))
+    start = arith.addi(arith.muli(index, i64(4 * row_size)), bytes_of(column, 4 * ELEMENTS))
+    return load_log_sum(partials, exists, index), load_elements(partials, exists, start)
 
 
 def load_log_sum(partials: Partials, exists, index):
     """Loads the logarithm of the sum of row `index` (64 bits); -inf where the row does not exist."""
-    [log_sum] = assembly(
-        "ld.global.f32 $0, [$1];", "=f,l", add(partials.log_sums, arith.muli(index, i64(4))), results=1
-    )
-    return arith.select(exists, log_sum, _f32(float("-inf")))
+    code = """{ .reg .pred exists; .reg .f32 a; setp.ne.b32 exists, $2, 0; mov.f32 a, 0fff800000;
+        @exists ld.global.f32 a, [$1]; mov.f32 $0, a; }"""
+    source = add(partials.log_sums, arith.muli(index, i64(4)))
+    return assembly(code, "=f,l,r", source, as_i32(exists), results=1)[0]
 
 
-def load_elements(partials: Partials, offset) -> list:
-    """Loads four elements, `offset` bytes (64 bits) behind the first element of all partial results."""
+def load_elements(partials: Partials, exists, offset) -> list:
+    """Loads four elements, `offset` bytes (64 bits) behind the first element of all partial results; 0 if not there."""
+    code = """{ .reg .pred exists; .reg .f32 a, b, c, d; setp.ne.b32 exists, $5, 0;
+        mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; mov.f32 c, 0f00000000; mov.f32 d, 0f00000000;
+        @exists ld.global.v4.f32 {a, b, c, d}, [$4];
+        mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, c; mov.f32 $3, d; }"""
     source = add(partials.out, offset)
-    return assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", source, results=4)
+    return assembly(code, "=f,=f,=f,=f,l,r", source, as_i32(exists), results=ELEMENTS)
 
 
 def saw_tokens(merged: Merged):

@@ -1,4 +1,4 @@
-"""Counts a batch's work: items, partial results and merges of each sequence.
+"""Counts a batch's work: items and partial results of each sequence.
 
 Programs claim items in an order of the sequences. If only the first 128 sequences have queries, they are sorted: those
 with the costliest items come first. Then the last items are short, and all programs end at about the same time
@@ -8,8 +8,8 @@ with the work of a program. So do sequences whose items all begin at once.
 Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
 batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us (benchmarks/LOG.md, "Counting
 and order"). No program loads anything before it has counted, so each instruction of the count delays the whole call
-(benchmarks/LOG.md, "The start of a call"). One program stores the counts for the merge kernel. For more sequences, XLA
-counts before the kernel.
+(benchmarks/LOG.md, "The start of a call"). If there is a merge kernel, one program stores the counts for it. For more
+sequences, XLA counts before the kernel.
 """
 
 import functools
@@ -20,13 +20,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, div
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
-from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
+from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
@@ -130,32 +130,27 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         counts = _ordered(first, counts, shares, keeps_order, refs, geometry)
     else:
         scan.store(_only(counts, Counted.SPLITS), smem.table, 0)
-
-    def sum_up_before(*what: Counted):
-        packs = Counted.MERGES not in what and all(kind.most_numbered < 1 << 16 for kind in kinds)
-        scan.sums_before(_only(counts, *what), smem.table, 0, packs)
-        if not others:
-            return
-        pl.when(may_order)(lambda: scan.extend(list(_only(counts, *what)), smem.table))
+    summed = Counted.ITEMS, Counted.PARTIALS
+    packs = all(kind.most_numbered < 1 << 16 for kind in kinds)
+    scan.sums_before(_only(counts, *summed), smem.table, 0, packs)
+    if others:
+        pl.when(may_order)(lambda: scan.extend(list(_only(counts, *summed)), smem.table))
 
         @pl.when(~may_order)
         def sum_up_others():
             for part, sequences in enumerate(others, 1):
                 columns = _counts(sequences, shares, geometry)
                 scan.store(_only(columns, Counted.SPLITS), smem.table, part * WARPGROUP)
-                scan.sums_before(_only(columns, *what), smem.table, part * WARPGROUP, packs)
+                scan.sums_before(_only(columns, *summed), smem.table, part * WARPGROUP, packs)
 
-    sum_up_before(Counted.ITEMS, Counted.PARTIALS)
     found = Counts(smem.table, smem.order, smem.wide_programs)
     wide_programs = _wide_at_once(found, geometry) if geometry.merges_copies else _wide_programs(totals, geometry)
     smem.wide_programs[0] = wide_programs
-    if geometry.merges:
-        last = geometry.tuning.num_programs - 1  # its first item is the shortest, so it has the most time
+    if geometry.merges_copies:
 
-        @pl.when(lax.axis_index("program") == last)
+        @pl.when(lax.axis_index("program") == geometry.tuning.num_programs - 1)
         def leave_counts():
-            sum_up_before(Counted.MERGES)
-            _leave_counts(refs, geometry)
+            scan.copy_columns(smem.table, refs.outputs_gmem.counts.table, geometry.count_columns)
 
     return found
 
@@ -204,19 +199,19 @@ def num_splits(ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
     return at_least(before(Counted.SPLITS, ordinal, kind, counts), 1) if kind.may_split else jnp.int32(1)
 
 
-def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """Finds the sequence of element `number` of `what`, which is an item, a partial result or a merge.
+def search(number: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
+    """Finds the sequence of item `number`.
 
-    Returns the sequence's position in the order, or num_seqs + 1 if there is no such element.
+    Returns the sequence's position in the order, or num_seqs + 1 if there is no such item.
     """
     num_seqs = kind.geometry.problem.num_seqs
     if kind.geometry.tuning.counts_in_kernel:
-        return scan.number_at_most(counts.table, _row(what, kind), num_seqs + 1, number)
-    ordinal = jnp.int32(0)  # the last position whose elements are known to begin at or before `number`
+        return scan.number_at_most(counts.table, _row(Counted.ITEMS, kind), num_seqs + 1, number)
+    ordinal = jnp.int32(0)  # the last position whose items are known to begin at or before `number`
     step = 1 << (num_seqs + 1).bit_length()
     while step := step // 2:
         further = lax.min(ordinal + step, jnp.int32(num_seqs + 1))
-        ordinal = jnp.where(before(what, further, kind, counts) <= number, further, ordinal)
+        ordinal = jnp.where(before(Counted.ITEMS, further, kind, counts) <= number, further, ordinal)
     return ordinal
 
 
@@ -333,12 +328,9 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
             counts[_row(Counted.ITEMS, kind)] = items
             continue
         splits = splits_of(sequences, shares.of(kind), kind)
-        rows = num_queries(sequences, kind) * geometry.problem.num_heads
-        merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)
         counts[_row(Counted.ITEMS, kind)] = items * splits
         has_partials = splits > kind.geometry.splits_of_whole
         counts[_row(Counted.PARTIALS, kind)] = jnp.where(has_partials, items * splits, 0)
-        counts[_row(Counted.MERGES, kind)] = jnp.where(splits > 1, merges, 0)
         counts[_row(Counted.SPLITS, kind)] = splits
     return counts
 
@@ -369,11 +361,3 @@ def sequences_of(seq: Array, refs: Refs, geometry: Geometry) -> Sequence:
     seq_len = scan.gather(lengths_gmem.seq_lens, seq, num_seqs - 1)
     query_len = jnp.where(seq < num_seqs, lax.max(end - start, jnp.zeros_like(start)), 0)
     return Sequence(start, query_len, jnp.where(seq < num_seqs, seq_len, 0))
-
-
-def _leave_counts(refs: Refs, geometry: Geometry) -> None:
-    """Stores the counts in global memory, for the merge kernel."""
-    counts_gmem, smem = refs.outputs_gmem.counts, refs.smem
-    if geometry.orders_sequences:
-        scan.copy_columns(smem.order, counts_gmem.order, WARPGROUP)
-    scan.copy_columns(smem.table, counts_gmem.table, geometry.count_columns)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.experimental.pallas as pl
 
@@ -34,7 +35,7 @@ _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many t
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
-_ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread of the merge kernel merges
+_ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread merges
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,11 @@ class Geometry:
     # The merge of split items, or of the rows of each query.
 
     @property
-    def merges(self) -> bool:
-        """Whether any item may be split, or must leave a partial result."""
-        return any(kind.may_split for kind in self.kinds)
-
-    @property
     def merges_copies(self) -> bool:
-        """Whether each query has several rows. Then every item leaves a partial result, also if it is not split."""
+        """Whether each query has several rows, which a kernel of its own merges.
+
+        Then every item leaves a partial result, also if it is not split.
+        """
         return self.problem.copies > 1
 
     @property
@@ -190,6 +189,11 @@ class Geometry:
     def splits_of_whole(self) -> int:
         """The number of splits of an item that leaves no partial result; 0 if every item leaves one."""
         return 0 if self.merges_copies else 1
+
+    @property
+    def num_counters(self) -> int:
+        """Counters in global memory: of the claimed items of each kind, then those of split items of each kind."""
+        return 2 + sum(kind.split_counters for kind in self.kinds)
 
     @property
     def threads_of_row(self) -> int:
@@ -390,6 +394,16 @@ class ItemKind:
             return most + unsplit
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
         return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits) + unsplit
+
+    @property
+    def split_counters(self) -> int:
+        """The number of counters of stored partial results, if the kernel merges them."""
+        return 0 if self.geometry.merges_copies else self.num_partials * self.halves
+
+    def split_counter(self, first_partial: Any, half: Any) -> Any:
+        """The index of the counter of one half of a split item, which its first partial result identifies."""
+        first = 2 if self.is_wide else 2 + self.geometry.kinds[0].split_counters
+        return first + first_partial * self.halves + half
 
     @property
     def _most_query_tiles(self) -> int:

@@ -52,6 +52,8 @@ class Item(NamedTuple):
     context_len: Scalar  # tokens in the cache
     new_origin: Scalar  # the rank of the first token in the first tile of new tokens
     partial: Scalar  # the index of the partial result, or WHOLE
+    first_partial: Scalar  # of all splits of the item, or WHOLE
+    splits: Scalar  # the number of the item's splits
 
 
 class Span(NamedTuple):
@@ -86,7 +88,7 @@ def exists(number: Scalar, counts: Counts, kind: ItemKind) -> Scalar:
 def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
     """Describes item number `number`, which exists."""
     problem, num_items = kind.geometry.problem, count.total(Counted.ITEMS, kind, counts)
-    ordinal = count.search(number, Counted.ITEMS, kind, counts)
+    ordinal = count.search(number, kind, counts)
     seq = count.sequence_at(ordinal, counts, kind.geometry)
     sequence = sequences.existing(seq, lengths_gmem)
     splits = count.num_splits(ordinal, kind, counts)
@@ -105,7 +107,10 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     context = _context(sequence, position, num_tokens, kv_head, kind)
     tiles_each = quotient(context.num_tiles + splits - 1, splits, kind)
     first_tile = lax.min(split * tiles_each, context.num_tiles)
-    partial, is_partial = jnp.int32(WHOLE), splits > kind.geometry.splits_of_whole
+    first_partial = jnp.int32(WHOLE)
+    if kind.may_split:
+        before = count.before(Counted.PARTIALS, ordinal, kind, counts) + unsplit * splits
+        first_partial = jnp.where(splits > kind.geometry.splits_of_whole, before, first_partial)
     return Item(
         kind=jnp.int32(kind.code),
         kv_head=kv_head,
@@ -125,9 +130,9 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         ),
         context_len=context.context_len,
         new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
-        partial=jnp.where(is_partial, count.before(Counted.PARTIALS, ordinal, kind, counts) + of_sequence, partial)
-        if kind.may_split
-        else partial,
+        partial=first_partial + split,  # a whole item is its only split
+        first_partial=first_partial,
+        splits=splits,
     )
 
 

@@ -1,10 +1,12 @@
-"""The merge of a group of rows: each thread merges 4 elements of one row."""
+"""The merge of a split item, or of the rows of a query: each thread merges 4 elements of a row."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.hopper import merge
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
@@ -12,6 +14,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     add,
     address,
     as_i64,
+    as_index,
     div,
     i32,
     i64,
@@ -26,19 +29,20 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
-_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded together; wide items have few splits
+_IN_FLIGHT = 8  # partial results of a query that are loaded together
+_FEW_SPLITS, _ROWS = 4, 4  # of an item: so many rows of a thread, and partial results of each, are loaded together
+_MANY_SPLITS = 16  # if there are more, one row is merged at a time, and so many partial results are loaded together
 
 
-class RowGroup(NamedTuple):
-    """Neighbouring rows (query token, query head) of one sequence, all in split items of one kind."""
+class SplitRows(NamedTuple):
+    """A warpgroup's rows of a split item whose partial results are all stored."""
 
-    number: Scalar  # the group's number in the sequence
-    num_rows: Scalar  # the sequence's rows in split items of this kind
-    first_token: Scalar  # the row of the query that holds the first token of these items
-    query_tiles: Scalar  # the sequence's query tiles of this kind
-    heads_together: Scalar  # kv heads whose items alternate
-    splits: Scalar  # the splits of each item
-    first_partial: Scalar  # the first partial result of the sequence's first item
+    first_token: Scalar  # this field and the next two are as in `rows.QueryRows`
+    num_tokens: Scalar
+    kv_head: Scalar
+    half: Scalar  # which half of the item has these rows
+    first_partial: Scalar
+    splits: Scalar
 
 
 class RowRefs(NamedTuple):
@@ -65,44 +69,52 @@ class Copy(NamedTuple):
 
     is_wide: Scalar  # 1 if the row is in wide items, 0 if it is in thin ones
     token: Scalar  # the row's index among its sequence's query tokens that are in items of this kind
-    query_tiles: Scalar  # as in `RowGroup`, like the other fields
-    heads_together: Scalar
-    splits: Scalar
-    first_partial: Scalar
+    query_tiles: Scalar  # the sequence's query tiles of this kind
+    heads_together: Scalar  # kv heads whose items alternate
+    splits: Scalar  # the splits of each item
+    first_partial: Scalar  # the first partial result of the sequence's first item
 
 
 class _Row(NamedTuple):
-    """The row of a thread. Fields are MLIR values."""
+    """One of a thread's rows of an item. Fields are MLIR values."""
 
-    exists: Any
-    column: Any  # the index of the thread's 4 elements in the row
-    token: Any  # the query token's index in the sequence
+    own: merge.OwnElements
     head: Any
-    partial: Any  # the first partial result of the row's item
     of_partial: Any  # the row's index in each partial result of its item
 
 
-def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
-    """Merges a group of rows."""
-    problem, (leaves, tree) = kind.geometry.problem, jax.tree.flatten(refs)
+def merge_item(refs: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
+    """Merges a warpgroup's rows of a split item, and stores their out and lse."""
+    leaves, tree = jax.tree.flatten(refs)
 
-    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(group))
+    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(rows))
     def merge_own_elements(_, *arguments):
         at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
-        values = RowGroup(*(x.registers.item() for x in arguments[len(leaves) :]))
-        row = _row_of_thread(values, kind)
-        merged = merge.merged(
-            lambda number: _load_partial(at.partials, row, number, values.splits, kind),
-            values.splits,
-            _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT,
-        )
-        sinks = at.sinks if problem.per_head.sinks else ABSENT
-        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
-        index = add(mul(add(values.first_token, row.token), problem.num_heads), row.head)
-        own = merge.OwnElements(row.exists, index, row.column)
-        merge.store(at.out, at.lse, own, out, lse, problem.head_size, problem.query_dtype)
+        values = SplitRows(*(x.registers.item() for x in arguments[len(leaves) :]))
+        branch = scf.IfOp(less(i32(_FEW_SPLITS), values.splits), [], has_else=True)
+        for block, shape in ((branch.then_block, (1, _MANY_SPLITS)), (branch.else_block, (_ROWS, _FEW_SPLITS))):
+            with ir.InsertionPoint(block):
+                _merge_rows(at, values, *shape, kind)
+                scf.yield_([])
 
-    merge_own_elements(*leaves, *group)
+    merge_own_elements(*leaves, *rows)
+
+
+def _merge_rows(at: RowRefs, rows: SplitRows, rows_at_once: int, in_flight: int, kind: ItemKind) -> None:
+    """Merges `rows_at_once` rows of each thread at a time; `in_flight` partial results of each are loaded together."""
+    geometry, problem = kind.geometry, kind.geometry.problem
+    sinks = at.sinks if problem.per_head.sinks else ABSENT
+    bounds = i32(0), mul(rows.num_tokens, problem.group), i32(rows_at_once * geometry.merged_rows)
+    loop = scf.ForOp(*map(as_index, bounds))  # pyright: ignore[reportCallIssue]
+    with ir.InsertionPoint(loop.body):
+        first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        firsts = [add(first, i32(i * geometry.merged_rows)) for i in range(rows_at_once)]
+        own = [_row_of_thread(first, rows, geometry) for first in firsts]
+        loads = [functools.partial(_load_partial, at.partials, row, rows, kind) for row in own]
+        for row, merged in zip(own, merge.merged_each(loads, rows.splits, in_flight), strict=True):
+            out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
+            merge.store(at.out, at.lse, row.own, out, lse, problem.head_size, problem.query_dtype)
+        scf.yield_([])
 
 
 def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: Geometry) -> None:
@@ -127,10 +139,10 @@ def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: G
 
         def load(number):
             exists = less(number, total)
-            partials, index = _find(arith.select(exists, number, i32(0)), sources)
+            partials, index = _find(number, sources)
             return merge.load_partial(partials, exists, index, column, problem.head_size)
 
-        merged = merge.merged(load, total, _THIN_IN_FLIGHT)
+        merged = merge.merged(load, total, _IN_FLIGHT)
         sinks = at.sinks if problem.per_head.sinks else ABSENT
         out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, head)
         merge.store(
@@ -182,37 +194,36 @@ def _find(number, sources: list[_Source]) -> tuple[Partials, Any]:
     return Partials(*partials), index
 
 
-def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
-    """Finds this thread's row."""
-    geometry, problem = kind.geometry, kind.geometry.problem
-    index = thread_index_read_again()
+def _row_of_thread(first, rows: SplitRows, geometry: Geometry) -> _Row:
+    """Finds this thread's row among `Geometry.merged_rows` rows of an item, from row `first` on."""
+    problem, index = geometry.problem, thread_index_read_again()
     lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
-    row = add(mul(group.number, geometry.merged_rows), lane)
-    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, group.num_rows))
+    row = add(first, lane)
+    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, mul(rows.num_tokens, problem.group)))
     row = arith.select(exists, row, i32(0))
-    token, head = div(row, problem.num_heads), rem(row, problem.num_heads)
-    return _Row(exists, column, token, head, *_place_in_partials(token, head, group, kind))
+    head = add(mul(rows.kv_head, problem.group), rem(row, problem.group))
+    place = add(mul(add(rows.first_token, div(row, problem.group)), problem.num_heads), head)
+    return _Row(merge.OwnElements(exists, place, column), head, row)
 
 
-def _place_in_partials(token, head, group: RowGroup | Copy, kind: ItemKind) -> tuple[Any, Any]:
+def _place_in_partials(token, head, copy: Copy, kind: ItemKind) -> tuple[Any, Any]:
     """The first partial result of the item of a token and a head, and the index of their row in it."""
     geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
     half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
     of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
-    first_head = arith.muli(arith.divui(kv_head, group.heads_together), group.heads_together)
-    heads = arith.minsi(group.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
-    later_tiles = arith.subi(arith.subi(group.query_tiles, i32(1)), tile)  # the last query tile comes first
+    first_head = arith.muli(arith.divui(kv_head, copy.heads_together), copy.heads_together)
+    heads = arith.minsi(copy.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
+    later_tiles = arith.subi(arith.subi(copy.query_tiles, i32(1)), tile)  # the last query tile comes first
     of_group = add(arith.muli(later_tiles, heads), arith.subi(kv_head, first_head))
-    item = add(arith.muli(first_head, group.query_tiles), of_group)
-    return add(group.first_partial, arith.muli(item, group.splits)), of_partial
+    item = add(arith.muli(first_head, copy.query_tiles), of_group)
+    return add(copy.first_partial, arith.muli(item, copy.splits)), of_partial
 
 
-def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
+def _load_partial(at: Partials, row: _Row, rows: SplitRows, kind: ItemKind, number) -> tuple[Any, list]:
     """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such partial result."""
-    exists = less(number, splits)
-    number = arith.select(exists, number, i32(0))
-    rows = kind.halves * WGMMA_ROWS
-    index = arith.addi(arith.muli(as_i64(add(row.partial, number)), i64(rows)), as_i64(row.of_partial))
-    return merge.load_partial(at, exists, index, row.column, kind.geometry.problem.head_size)
+    exists = arith.andi(row.own.exists, less(number, rows.splits))
+    half = as_i64(add(mul(add(rows.first_partial, number), kind.halves), rows.half))
+    index = arith.addi(arith.muli(half, i64(WGMMA_ROWS)), as_i64(row.of_partial))
+    return merge.load_partial(at, exists, index, row.own.column, kind.geometry.problem.head_size)
