@@ -1,6 +1,7 @@
 """The merge of a split item, or of the rows of a query: each thread merges 4 elements of a row."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +31,13 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
 _IN_FLIGHT = 8  # partial results of a query that are loaded together
-_FEW_SPLITS, _ROWS = 4, 4  # of an item: so many rows of a thread, and partial results of each, are loaded together
-_MANY_SPLITS = 16  # if there are more, one row is merged at a time, and so many partial results are loaded together
+_FEW_SPLITS = 4  # of an item
+_SHAPES_OF_FEW, _SHAPES_OF_MANY = ((4, 4), (6, 2)), ((1, 16), (2, 9))
+"""How many rows of a thread, and partial results of each, are loaded together.
+
+The second shape of each pair is for items with more rows than the first one merges at a time. Each further time costs
+the latency of L2, and a row that is not there costs as many instructions as one that is.
+"""
 
 
 class SplitRows(NamedTuple):
@@ -91,16 +97,33 @@ def merge_item(refs: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
     def merge_own_elements(_, *arguments):
         at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
         values = SplitRows(*(x.registers.item() for x in arguments[len(leaves) :]))
-        branch = scf.IfOp(less(i32(_FEW_SPLITS), values.splits), [], has_else=True)
-        for block, shape in ((branch.then_block, (1, _MANY_SPLITS)), (branch.else_block, (_ROWS, _FEW_SPLITS))):
-            with ir.InsertionPoint(block):
-                _merge_rows(at, values, *shape, kind)
-                scf.yield_([])
+        is_many = less(i32(_FEW_SPLITS), values.splits)
+        do = functools.partial(_merge_in_a_shape, at, values, kind)
+        _either(is_many, functools.partial(do, _SHAPES_OF_MANY), functools.partial(do, _SHAPES_OF_FEW))
 
     merge_own_elements(*leaves, *rows)
 
 
-def _merge_rows(at: RowRefs, rows: SplitRows, rows_at_once: int, in_flight: int, kind: ItemKind) -> None:
+def _merge_in_a_shape(at: RowRefs, rows: SplitRows, kind: ItemKind, shapes: Sequence[tuple[int, int]]) -> None:
+    """Merges the rows of a thin item in the first shape if that merges all of them at once, else in the second."""
+    first, second = (functools.partial(_merge_rows, at, rows, kind, *shape) for shape in shapes)
+    at_once, group = shapes[0][0] * kind.geometry.merged_rows, kind.geometry.problem.group
+    if kind.is_wide:
+        first()
+    else:
+        _either(less(i32(at_once), mul(rows.num_tokens, group)), second, first)
+
+
+def _either(condition, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Does one thing or the other."""
+    branch = scf.IfOp(condition, [], has_else=True)
+    for block, do in ((branch.then_block, then), (branch.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            do()
+            scf.yield_([])
+
+
+def _merge_rows(at: RowRefs, rows: SplitRows, kind: ItemKind, rows_at_once: int, in_flight: int) -> None:
     """Merges `rows_at_once` rows of each thread at a time; `in_flight` partial results of each are loaded together."""
     geometry, problem = kind.geometry, kind.geometry.problem
     sinks = at.sinks if problem.per_head.sinks else ABSENT
