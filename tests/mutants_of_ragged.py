@@ -32,6 +32,20 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",
     ),
     Mutant(
+        "mosaic_gpu: no more programs begin with wide items than their part of the work",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "wide_programs += _MORE * (",
+        "wide_programs += 0 * (",
+        "tests/test_mosaic_gpu_ragged_plan.py -k saves_a_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: thin items beside wide ones are as long as without them",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "jnp.where(totals.wide > 0, beside_wide, target)",
+        "target",
+        "tests/test_mosaic_gpu_ragged_plan.py -k beside_wide_ones_are_split",
+    ),
+    Mutant(
         "mosaic_gpu: all kv heads of a long prompt are read at a time",
         "kernels/mosaic_gpu/ragged/sequence.py",
         "return -at_least(-at_least(quotient(items, at_least(query_tiles, 1), kind), 1), -num_kv_heads)",
@@ -63,7 +77,7 @@ MUTANTS_OF_RAGGED = [
         "mosaic_gpu: wide items of shared prefixes begin late",
         "kernels/mosaic_gpu/ragged/count.py",
         "_wide_at_once(counts, geometry)[None]",
-        "_wide_programs(totals, geometry)[None]",
+        "wide_programs[None]",
         "tests/test_shared_prefixes.py -k random_batches",
     ),
     Mutant(

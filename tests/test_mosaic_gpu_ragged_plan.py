@@ -3,6 +3,7 @@
 On a GPU the kernel runs these functions. Here they run on arrays.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -135,13 +136,31 @@ def test_sequences_keep_their_order_if_all_items_begin_at_once():
 
 
 def test_wide_items_are_split_to_fill_their_last_wave():
-    """The 256 items of 1031 queries would have a third wave, because a few programs decode."""
-    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    """The 184 items of 736 queries would fill a second wave of programs by less than half."""
+    query_lens, lens = (736, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
-    wide = geometry.kinds[0]
-    assert int(count.total(Counted.ITEMS, wide, counts)) == 2 * 8 * 32
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 2 * 8 * 23
     geometry, counts, _ = planned((4096,), (4096,), 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 128
+
+
+def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
+    """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
+    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 32
+    assert int(counts.wide_programs[0]) == 128
+
+
+@pytest.mark.parametrize(("query_lens", "thin_tiles"), [((1,) * 4, 16), ((1,) * 4 + (2048,), 13), ((8192, 1), 64)])
+def test_long_thin_items_beside_wide_ones_are_split(query_lens, thin_tiles):
+    """One that begins when no wide item is left ends last. It does not matter in a call that is long beside it."""
+    lens = tuple(8192 if queries == 1 else queries for queries in query_lens)
+    geometry, counts, lengths = planned(query_lens, lens, 32, 8, 128, None, table_width=512, num_programs=132)
+    thin = geometry.kinds[1]
+    numbers = jnp.arange(int(count.total(Counted.ITEMS, thin, counts)), dtype=jnp.int32)
+    of = functools.partial(plan.find, counts=counts, lengths_gmem=lengths, kind=thin)
+    assert int(jax.jit(jax.vmap(of))(numbers).num_tiles.max()) == thin_tiles
 
 
 @pytest.mark.parametrize("tiles", [6, 12, 20, 216])
