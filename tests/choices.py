@@ -276,7 +276,7 @@ _BATCHES = [  # query lengths, lengths, window, options
 
 
 def _plans():
-    """How ragged batches are cut into items on Hopper: per kind, the sums of items, partial results and merges."""
+    """How ragged batches are cut into items on Hopper: per kind, the sums of items and partial results, and splits."""
     for i, (query_lens, seq_lens, window, options) in enumerate([*_BATCHES, _BATCHES[-2]]):
         prefix = i == len(_BATCHES)
         made = planned(query_lens, seq_lens, 8, 2, 128, window, table_width=1300, prefix=prefix, options=options)

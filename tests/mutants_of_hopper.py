@@ -34,15 +34,15 @@ MUTANTS_OF_HOPPER = [
     Mutant(
         "ragged: a row is merged with its kv head's first tile",
         "kernels/mosaic_gpu/ragged/ptx/merge.py",
-        "later_tiles = arith.subi(arith.subi(group.query_tiles, i32(1)), tile)",
+        "later_tiles = arith.subi(arith.subi(copy.query_tiles, i32(1)), tile)",
         "later_tiles = tile",
-        "tests/test_mosaic_gpu_merge.py -k ragged",
+        "tests/test_mosaic_gpu_merge.py -k copies",
     ),
     Mutant(
-        "ragged: the merge drops a thin item's last splits",
+        "ragged: the merge drops the last split of an item",
         "kernels/mosaic_gpu/ragged/ptx/merge.py",
-        "    exists = less(number, splits)\n",
-        "    exists = less(number, arith.subi(splits, i32(1)))\n",
+        "less(number, rows.splits))",
+        "less(number, arith.subi(rows.splits, i32(1))))",
         "tests/test_mosaic_gpu_merge.py -k ragged",
     ),
     Mutant(

@@ -207,10 +207,10 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_sparse.py -k leads",
     ),
     Mutant(
-        "mosaic_gpu: a split thin tile comes first in its sequence",
-        "kernels/mosaic_gpu/ragged/merge.py",
-        "first_token=sequence.first_token + sequences.first_query(sequence, kind),",
-        "first_token=sequence.first_token,",
+        "mosaic_gpu: an item is merged before its last partial result is stored",
+        "kernels/mosaic_gpu/ragged/results.py",
+        "    @pl.when(earlier == item.splits - 1)",
+        "    @pl.when(earlier == item.splits - 2)",
         "tests/test_mosaic_gpu_ragged.py -k both",
     ),
     Mutant(

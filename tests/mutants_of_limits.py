@@ -313,11 +313,18 @@ MUTANTS_OF_LIMITS = [
         "tests/test_allocator_edges.py -k few_and_many",
     ),
     Mutant(
-        "ragged: rows that fill no group are not merged",
-        "kernels/mosaic_gpu/ragged/count.py",
-        "merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)",
-        "merges = div(rows, geometry.merged_rows)",
-        "tests/test_mosaic_gpu_ragged_plan.py -k split_items_are_merged",
+        "ragged: both halves of a split item have one counter",
+        "kernels/mosaic_gpu/ragged/geometry.py",
+        "return first + first_partial * self.halves + half",
+        "return first + first_partial * self.halves",
+        "tests/test_mosaic_gpu_ragged_plan.py -k cover_each_row",
+    ),
+    Mutant(
+        "ragged: there are too few counters of split items",
+        "kernels/mosaic_gpu/ragged/geometry.py",
+        "else self.num_partials * self.halves\n",
+        "else self.num_partials\n",
+        "tests/test_mosaic_gpu_ragged_plan.py -k has_a_counter",
     ),
     Mutant(
         "hopper: offsets have 32 bits",

@@ -6,8 +6,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: the cost of a long prompt overflows",
         "kernels/mosaic_gpu/ragged/count.py",
-        "return items * of_item.astype(jnp.float32)",
-        "return (items.astype(jnp.int32) * of_item).astype(jnp.float32)",
+        "if kind.most_unsplit * most_cost < 1 << 31:",
+        "if most_cost:",
         "tests/test_mosaic_gpu_ragged_plan.py -k overflow",
     ),
     Mutant(
@@ -20,8 +20,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: sequences keep their order if some begin late",
         "kernels/mosaic_gpu/ragged/count.py",
-        "begin_at_once & (number <= programs)",
-        "begin_at_once & (number <= programs + 1)",
+        "lanes.vote((numbers <= programs)",
+        "lanes.vote((numbers <= programs + 1)",
         "tests/test_mosaic_gpu_ragged_plan.py -k begin_at_once",
     ),
     Mutant(
@@ -32,9 +32,23 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",
     ),
     Mutant(
+        "mosaic_gpu: no more programs begin with wide items than their part of the work",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "wide_programs += _MORE * (",
+        "wide_programs += 0 * (",
+        "tests/test_mosaic_gpu_ragged_plan.py -k saves_a_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: thin items beside wide ones are as long as without them",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "jnp.where(totals.wide > 0, beside_wide, target)",
+        "target",
+        "tests/test_mosaic_gpu_ragged_plan.py -k beside_wide_ones_are_split",
+    ),
+    Mutant(
         "mosaic_gpu: all kv heads of a long prompt are read at a time",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "return -at_least(-at_least(quotient(items, at_least(query_tiles, 1)), 1), -num_kv_heads)",
+        "return -at_least(-at_least(quotient(items, at_least(query_tiles, 1), kind), 1), -num_kv_heads)",
         "return jnp.int32(num_kv_heads) + 0 * items",
         "tests/test_mosaic_gpu_ragged_plan.py -k few_heads",
     ),
@@ -63,14 +77,14 @@ MUTANTS_OF_RAGGED = [
         "mosaic_gpu: wide items of shared prefixes begin late",
         "kernels/mosaic_gpu/ragged/count.py",
         "_wide_at_once(counts, geometry)[None]",
-        "_wide_programs(totals, geometry)[None]",
+        "wide_programs[None]",
         "tests/test_shared_prefixes.py -k random_batches",
     ),
     Mutant(
         "mosaic_gpu: items are split into more than there is room for",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "* (1 / share) + kind.rounded)",
-        "* (1 / share) + kind.rounded + 9)",
+        "* reciprocal(share, kind.geometry) + kind.rounded,",
+        "* reciprocal(share, kind.geometry) + kind.rounded + 9,",
         "tests/test_mosaic_gpu_ragged_plan.py -k cover",
     ),
     Mutant(

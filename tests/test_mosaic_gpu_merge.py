@@ -65,35 +65,29 @@ def scalars(*values):
 
 
 @pytest.mark.parametrize(
-    ("of_kind", "splits", "together", "has_sinks"),
-    [(0, 6, 1, False), (0, 6, 2, True), (1, 11, 2, False), (1, 11, 2, True)],
-    ids=["wide", "wide-heads-together", "thin", "thin-sinks"],
+    ("of_kind", "half", "num_tokens", "splits", "has_sinks"),
+    [(0, 0, 16, 6, False), (0, 1, 5, 3, True), (1, 0, 13, 11, False), (1, 0, 1, 2, True), (1, 0, 2, 19, True)],
+    ids=["wide", "wide-second-half", "thin", "thin-one-query", "thin-few-rows-many-splits"],
 )
-def test_rows_of_ragged_attention(gpu, of_kind, splits, together, has_sinks):
+def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_sinks):
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
     geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
     kind, problem = geometry.kinds[of_kind], geometry.problem
-    query_tiles, num_queries = (2, kind.tokens + 5) if kind.is_wide else (1, kind.tokens - 3)
-    first_token, first_partial, half = 2, 3, geometry.half_tokens
-    places = first_partial + 2 * query_tiles * splits
-    out, log_sums = partials_of(rng, (places, kind.halves, 64), 64)
-    log_sums[first_partial : first_partial + splits, 0, 1] = -np.inf  # a row that sees no token at all
-    shape = first_token + num_queries + 2, 8, 64
+    first_token, first_partial, kv_head = 2, 3, 1
+    out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.halves, 64), 64)
+    log_sums[:, half, 1] = -np.inf  # a row that sees no token at all
+    shape = first_token + num_tokens + 2, 8, 64
     refs = ragged_merge.RowRefs(
         Partials(gpu.put(out), gpu.put(log_sums)),
         gpu.put(SINKS) if has_sinks else None,
         gpu.put(np.full(shape, np.nan, dtype_of(problem.query_dtype))),
         gpu.put(np.full(shape[:-1], np.nan, np.float32)),
     )
-    for number in range(-(-num_queries * 8 // geometry.merged_rows)):
-        group = scalars(number, num_queries * 8, first_token, query_tiles, together, splits, first_partial)
-        ragged_merge.merge_rows(refs, ragged_merge.RowGroup(*group), kind)
+    rows = scalars(first_token, num_tokens, kv_head, half, first_partial, splits)
+    ragged_merge.merge_item(refs, ragged_merge.SplitRows(*rows), kind)
     expected = {}
-    for token, head in np.ndindex(num_queries, 8):
-        tile, of_tile = divmod(token, kind.tokens)
-        later, kv_head = query_tiles - 1 - tile, head // 4
-        first = first_partial + (later * 2 + kv_head if together == 2 else kv_head * query_tiles + later) * splits
-        at = slice(first, first + splits), of_tile // half, of_tile % half * 4 + head % 4
+    for token, of_group in np.ndindex(num_tokens, 4):
+        head, at = 4 * kv_head + of_group, (slice(first_partial, first_partial + splits), half, 4 * token + of_group)
         expected[first_token + token, head] = merged(out[at], log_sums[at], SINKS[head] if has_sinks else None)
     assert any(np.isneginf(lse) for _, lse in expected.values())
     check(refs, expected)

@@ -13,7 +13,8 @@ from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
 from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
 from tests.warpgroup import GLOBAL, SHARED, THREADS, InLayout, OfWarps, Warpgroup
@@ -86,13 +87,14 @@ def test_gather(gpu):
     np.testing.assert_array_equal(scan.gather(gpu.put(values), indices, 49), values[np.minimum(indices, 49)])
 
 
-def test_sums(gpu):
+@pytest.mark.parametrize("packs", [False, True])
+def test_sums(gpu, packs):
     rng = np.random.default_rng(0)
-    sums = gpu.empty((3, 2 * THREADS + 5), np.int32, SHARED)
-    whole = rng.integers(-9, 9, (2, THREADS)).astype(np.int32)
-    arrays = {2: whole, 0: whole[::-1]}
+    sums = gpu.empty((4, 2 * THREADS + 5), np.int32, SHARED)
+    whole = rng.integers(0 if packs else -9, 250, (2, THREADS)).astype(np.int32)
+    arrays = {2: whole, 0: whole[::-1], 3: whole // 2}
     for i in range(2):
-        scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS)
+        scan.sums_before({row: x[i] for row, x in arrays.items()}, sums, i * THREADS, packs)
     for row, x in arrays.items():
         np.testing.assert_array_equal(sums[row][: 2 * THREADS + 1], np.cumsum([0, *x.reshape(-1)]))
 
@@ -112,19 +114,54 @@ def test_totals(gpu):
     np.testing.assert_allclose(scan.totals({0: costs}, first), [costs.sum()], rtol=1e-6)
     found = scan.totals({1: items, 2: items // 2}, second)
     np.testing.assert_allclose(found, [items.sum(), (items // 2).sum()], rtol=1e-6)
+    in_lanes = ragged_warps.totals_in_lanes([items, items // 2], gpu.empty((3, 4), np.float32, SHARED), 1)
+    expected = np.float32([items.sum(), *[(items // 2).sum()] * 31])
+    np.testing.assert_array_equal(in_lanes, np.tile(expected, 4))
+    assert ragged_warps.of_lanes(in_lanes, 2) == expected[:2].tolist()
 
 
-@pytest.mark.parametrize(("most", "count"), [(3, 128), (1 << 22, 128), (2**31 - 1, 128), (9, 50), (9, 3)])
+def test_votes_of_lanes(gpu):
+    bits = np.random.default_rng(0).integers(0, 2, 32).astype(np.int32)
+    expected = sum(int(bit) << lane for lane, bit in enumerate(bits))
+    assert np.uint32(ragged_warps.votes(np.tile(3 * bits, 4))) == expected
+
+
+def test_sums_of_warps(gpu):
+    values = np.random.default_rng(0).integers(-99, 99, THREADS).astype(np.int32)
+    of_warps = values.reshape(-1, 32)
+    np.testing.assert_array_equal(ragged_warps.sum_of_warp(values), np.repeat(of_warps.sum(axis=1), 32))
+    np.testing.assert_array_equal(ragged_warps.sums_of_warp(values), of_warps.cumsum(axis=1).reshape(-1))
+    first = np.tile(of_warps[0], 4)
+    assert ragged_warps.lane_of(first, np.int32(7)) == first[7]
+    assert ragged_warps.count_of_warp((first > 0).astype(np.int32)) == (of_warps[0] > 0).sum()
+
+
+def test_arithmetic_in_one_instruction(gpu):
+    numbers_of_threads = np.random.default_rng(0).uniform(-1e6, 1e6, THREADS).astype(np.float32)
+    np.testing.assert_allclose(numbers.reciprocal(numbers_of_threads), 1 / numbers_of_threads, rtol=1e-6)
+    np.testing.assert_array_equal(numbers.truncated(numbers_of_threads), np.trunc(numbers_of_threads).astype(np.int32))
+    assert numbers.truncated(np.float32(-2.9)) == -2
+
+
+@pytest.mark.parametrize(("most", "count"), [(3, 128), (1 << 22, 128), (2**31 - 1, 128), (9, 64), (9, 32)])
 def test_the_largest_come_first(gpu, most, count):
-    numbers = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
-    numbers[[3, 77, 100]] = numbers.max()
-    numbers[count:] = 0
+    costs = np.random.default_rng(0).integers(0, most, THREADS).astype(np.int32)
+    costs[[3, 77, 100]] = costs.max()
+    costs[count:] = 0
     values, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
-    rows, places = gpu.empty((3, THREADS + 5), np.int32, SHARED), scan.places_largest_first(numbers, values, count)
-    expected = np.argsort(-np.minimum(numbers, (1 << 22) - 1), stable=True)
-    moved = scan.moved({0: numbers, 2: -numbers}, places, rows, order)
+    rows = gpu.empty((3, THREADS + 5), np.int32, SHARED)
+    places = scan.places_largest_first(costs, values, np.int32(count))
+    expected = np.argsort(-np.minimum(costs, (1 << 22) - 1), stable=True)
+    moved = scan.moved({0: costs, 2: -costs}, places, rows, order)
     np.testing.assert_array_equal(order.get(), expected)
-    np.testing.assert_array_equal(moved, [numbers[expected], -numbers[expected]])
+    np.testing.assert_array_equal(moved, [costs[expected], -costs[expected]])
+
+
+def test_a_kept_order_is_stored(gpu):
+    rows, order = gpu.empty((3, THREADS + 5), np.int32, SHARED), gpu.empty((THREADS,), np.int32, SHARED)
+    own = np.arange(THREADS, dtype=np.int32)
+    scan.keep({2: 7 * own}, rows, order)
+    np.testing.assert_array_equal([rows.get()[2, :THREADS], order.get()], [7 * own, own])
 
 
 @pytest.mark.parametrize("space", [SHARED, GLOBAL])
@@ -145,20 +182,24 @@ def test_columns_are_copied(gpu, shape):
     np.testing.assert_array_equal(copied.get(), values[..., :count])
 
 
-def test_numbers_of_items_are_claimed_once(gpu):
-    claimed = gpu.put(np.array([5, 70], np.int32))
-    smem = SimpleNamespace(claimed=gpu.put(np.zeros(1, np.int32), SHARED))
-    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(claimed=claimed), smem=smem)
+def test_claims_and_stores_are_counted_once(gpu):
+    counters = gpu.put(np.array([5, 70, 0, 30], np.int32))
+    smem = SimpleNamespace(drawn=gpu.put(np.zeros(3, np.int32), SHARED))
+    refs = SimpleNamespace(inputs_gmem=SimpleNamespace(counters=counters), smem=smem)
     wide, thin = kinds_of(64)
     found = [int(items.number_after(0, 100, kind, refs)) for kind in (wide, thin, wide, thin, thin)]
     assert found == [105, 170, 106, 171, 172]
-    assert claimed.get().tolist() == [7, 73]
+    places = [(3, 0), (3, 1), (2, 1), (3, 0)]
+    assert [int(items.stored_before(*map(np.int32, place), refs)) for place in places] == [30, 31, 0, 32]
+    assert counters.get().tolist() == [7, 73, 1, 33]
+    assert gpu.orders == [""] * 5 + ["acq_rel.gpu"] * 4, "who merges sees what others have stored"
+    assert smem.drawn.get().tolist() == [72, 32, 0], "each warpgroup has a place of its own"
 
 
 def test_descriptions_of_items(gpu):
-    fields = gpu.put(np.full((2, 18), -1, np.int32), SHARED)
+    fields = gpu.put(np.full((2, 20), -1, np.int32), SHARED)
     items.store_fields(fields, np.int32(1), [*np.arange(100, 117, dtype=np.int32)])
-    np.testing.assert_array_equal(fields.get(), [[-1] * 18, [*range(100, 117), -1]])
+    np.testing.assert_array_equal(fields.get(), [[-1] * 20, [*range(100, 117), 0, 0, 0]])
 
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])

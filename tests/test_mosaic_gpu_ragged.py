@@ -299,10 +299,9 @@ def test_lowers_for_cuda():
     text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     problem = Problem.of_call(*operands[:4], operands.options)
     geometry = Geometry(problem, choose.tune(problem, Device()))
-    assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
+    assert text.count("@mosaic_gpu_v2") == 1
     # Profiles show this name.
     assert f"{geometry.kernel_name}_mosaic_gpu" in text
-    assert ("ragged_merge_mosaic_gpu" in text) == geometry.merges
 
 
 @pytest.mark.parametrize(
@@ -378,6 +377,21 @@ def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
     check(case, made, results)
     for actual, wanted in zip(again, results, strict=True):
         assert_same_bytes(actual, wanted, "a second run")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_len", [1, 40], ids=["thin", "wide"])
+def test_merges_do_not_depend_on_who_is_last_on_a_gpu(query_len):
+    """In each run other programs may store the last partial results of items, which have many splits."""
+    case = small("last", 32, 8, 128, 16, "bfloat16", seq_lens=(9000, 5000), query_lens=(query_len,) * 2, padding=0)
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))
+    first = jax.tree.map(np.asarray, function(*operands))
+    check(case, made, first)
+    for _ in range(200):
+        for actual, wanted in zip(function(*operands), first, strict=True):
+            assert_same_bytes(np.asarray(actual), wanted, "a further run")
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 On a GPU the kernel runs these functions. Here they run on arrays.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
@@ -92,6 +93,14 @@ def test_there_is_room_for_all_partial_results(of_kind):
     assert fullest > 0.5
 
 
+def test_each_half_of_a_split_item_has_a_counter():
+    geometry, *_ = planned((1, 40), (70, 4000), 8, 2, 64, None, table_width=250)
+    places = [
+        (kind, i, half) for kind in geometry.kinds for i in range(kind.num_partials) for half in range(kind.halves)
+    ]
+    assert [kind.split_counter(i, half) for kind, i, half in places] == list(range(2, geometry.num_counters))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("padding", [0, 200])
 @pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
@@ -127,13 +136,31 @@ def test_sequences_keep_their_order_if_all_items_begin_at_once():
 
 
 def test_wide_items_are_split_to_fill_their_last_wave():
-    """The 256 items of 1031 queries would have a third wave, because a few programs decode."""
-    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    """The 184 items of 736 queries would fill a second wave of programs by less than half."""
+    query_lens, lens = (736, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
-    wide = geometry.kinds[0]
-    assert int(count.total(Counted.ITEMS, wide, counts)) == 2 * 8 * 32
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 2 * 8 * 23
     geometry, counts, _ = planned((4096,), (4096,), 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 128
+
+
+def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
+    """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
+    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
+    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 32
+    assert int(counts.wide_programs[0]) == 128
+
+
+@pytest.mark.parametrize(("query_lens", "thin_tiles"), [((1,) * 4, 16), ((1,) * 4 + (2048,), 13), ((8192, 1), 64)])
+def test_long_thin_items_beside_wide_ones_are_split(query_lens, thin_tiles):
+    """One that begins when no wide item is left ends last. It does not matter in a call that is long beside it."""
+    lens = tuple(8192 if queries == 1 else queries for queries in query_lens)
+    geometry, counts, lengths = planned(query_lens, lens, 32, 8, 128, None, table_width=512, num_programs=132)
+    thin = geometry.kinds[1]
+    numbers = jnp.arange(int(count.total(Counted.ITEMS, thin, counts)), dtype=jnp.int32)
+    of = functools.partial(plan.find, counts=counts, lengths_gmem=lengths, kind=thin)
+    assert int(jax.jit(jax.vmap(of))(numbers).num_tiles.max()) == thin_tiles
 
 
 @pytest.mark.parametrize("tiles", [6, 12, 20, 216])
@@ -164,18 +191,6 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     assert num_items == 8 * num_seqs * splits
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("shape", [(12, 2, 64), (6, 2, 80), (32, 8, 128), (5, 1, 128)], ids=str)
-def test_all_rows_of_split_items_are_merged(shape):
-    """Also if they do not fill the last group of rows that are merged together."""
-    lens = 89 * 128, 40, 64 * 128
-    geometry, counts, _ = planned((1, 1, 3), lens, *shape, None, table_width=2048, num_programs=132)
-    kind = geometry.kinds[1]
-    rows = np.array([1, 1, 3]) * shape[0]
-    merges = -(-rows // geometry.merged_rows)
-    assert int(count.total(Counted.MERGES, kind, counts)) == merges[0] + merges[2]
-
-
 def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
     shape, tuning = (32, 8, 128, None), {"num_programs": 132, "least_thin_split": 16}
@@ -194,7 +209,7 @@ def test_items_cover_each_row_and_token_once(shape):
     geometry, counts, lengths = planned(
         query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
     )
-    seen, partials = {}, ([], [])
+    seen, partials, splits, counters = {}, ([], []), {}, {}
     for kind, found in zip(geometry.kinds, partials, strict=True):
         num_items = int(count.total(Counted.ITEMS, kind, counts))
         for number in range(num_items):
@@ -204,12 +219,19 @@ def test_items_cover_each_row_and_token_once(shape):
             span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
             for token in range(item.first_token, item.first_token + item.num_tokens):
                 seen.setdefault((token, item.kv_head), []).append(span)
+            assert (item.partial < 0) == (item.splits == 1)
             if item.partial >= 0:
                 found.append(item.partial)
-        assert int(plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
+                whole = item.kind, item.first_partial, item.splits, item.first_token, item.num_tokens, item.kv_head
+                splits.setdefault(whole, []).append(item.partial - item.first_partial)
+                for half in range(kind.halves):
+                    counters.setdefault(kind.split_counter(item.first_partial, half), set()).add((*whole, half))
+        assert not plan.exists(jnp.int32(num_items), counts, kind)
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= kind.num_partials
     assert any(partials)
+    assert all(found == list(range(number)) for (_, _, number, *_), found in splits.items()), "whose results are merged"
+    assert all(len(halves) == 1 for halves in counters.values()), "each half of an item has a counter of its own"
     positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
     for token in range(len(positions)):
         for head in range(shape[1]):

@@ -134,6 +134,7 @@ class Warpgroup:
     def __init__(self):
         self.memories = {space: Memory(space) for space in (GLOBAL, SHARED)}
         self.copies, self.is_fenced, self.prefetched = [], True, []
+        self.orders = []  # the memory orders of atomic additions
 
     def put(self, array, space: int = GLOBAL) -> Ref:
         """Copies an array into memory."""

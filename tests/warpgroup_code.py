@@ -198,6 +198,9 @@ class _Ptx:
         elif parts[0] == "fence":
             assert op == "fence.proxy.async.shared::cta"
             self.gpu.is_fenced = True
+        elif op == "shfl.sync.idx.b32":
+            assert [self.value(x)[0] for x in operands[3:]] == [31, _ALL_LANES]
+            self.registers[operands[0]] = self.value(operands[1])[THREAD // 32 * 32 + self.value(operands[2])]
         elif op.startswith("shfl"):
             self.shift_up(parts, operands)
         elif op == "vote.sync.ballot.b32":
@@ -256,7 +259,8 @@ class _Ptx:
             return
         found = memory.load(address, 4 * many, where).view(np.uint32)
         if parts[0] == "atom":
-            assert (*parts[1:], where.sum()) == ("global", "add", "u32", 1), "one thread claims"
+            assert (*parts[-3:], where.sum()) == ("global", "add", "u32", 1), "one thread counts"
+            self.gpu.orders.append(".".join(parts[1:-3]))
             memory.store(address, (found + self.value(operands[2])[:, None]).astype(np.uint32).view(np.uint8), where)
         for i, name in enumerate(names):
             old = self.registers.get(name, np.zeros(THREADS, np.uint32))
@@ -311,9 +315,12 @@ def _instruction(op: str, values):
     if op == "cvt.rn.f32.u32":
         return values[0].astype(np.uint32).astype(np.float32).view(np.uint32)
     floats = [np.ascontiguousarray(v.astype(np.uint32)).view(np.float32) for v in values]
+    if op == "cvt.rzi.s32.f32":
+        return floats[0].astype(np.int32).view(np.uint32)
     functions = {
         "fma.rn.f32": lambda x, y, z: x * y + z,
         "ex2.approx.ftz.f32": np.exp2,
+        "rcp.approx.ftz.f32": lambda x: 1 / x,
         "lg2.approx.ftz.f32": np.log2,
     }
     return functions[op](*floats).astype(np.float32).view(np.uint32)

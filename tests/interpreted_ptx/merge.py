@@ -1,6 +1,4 @@
-"""The merge of a group of rows."""
-
-from functools import partial
+"""The merge of a split item, and of the rows of a query."""
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -8,10 +6,15 @@ import numpy as np
 from jax import lax
 
 
-def merge_rows(refs, group, kind):
-    for i in range(kind.geometry.merged_rows):
-        row = group.number * kind.geometry.merged_rows + i
-        pl.when(row < group.num_rows)(partial(_merge_row, refs, group, row, kind))
+def merge_item(refs, rows, kind):
+    @pl.loop(0, rows.num_tokens * kind.geometry.problem.group)
+    def merge_row(row):
+        """Merges one row. On a GPU, several threads merge it."""
+        problem = kind.geometry.problem
+        empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(problem.head_size, jnp.float32)
+        state = _add(empty, rows.splits, rows.first_partial, (rows.half, row), refs.partials)
+        head = rows.kv_head * problem.group + row % problem.group
+        _store(state, refs, rows.first_token + row // problem.group, head, problem)
 
 
 def merge_copies(refs, number, copies, geometry):
@@ -27,25 +30,16 @@ def merge_copies(refs, number, copies, geometry):
         _store(state, refs, query, head, geometry.problem)
 
 
-def _merge_row(refs, group, row, kind):
-    """Merges one row. On a GPU, several threads merge it."""
-    problem = kind.geometry.problem
-    token, head = row // problem.num_heads, row % problem.num_heads
-    empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(problem.head_size, jnp.float32)
-    state = _add(empty, group.splits, *_place(token, head, group, kind), refs.partials)
-    _store(state, refs, group.first_token + token, head, problem)
-
-
-def _place(token, head, group, kind):
+def _place(token, head, copy, kind):
     """The first partial result of the item of a token and a head, and the indices of their row in it."""
     geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = token // kind.tokens, token % kind.tokens
-    kv_head, together = head // problem.group, group.heads_together
+    kv_head, together = head // problem.group, copy.heads_together
     first_head = kv_head // together * together
     heads = jnp.minimum(together, problem.num_kv_heads - first_head)
-    item = first_head * group.query_tiles + (group.query_tiles - 1 - tile) * heads + kv_head - first_head
+    item = first_head * copy.query_tiles + (copy.query_tiles - 1 - tile) * heads + kv_head - first_head
     index = of_tile // geometry.half_tokens, of_tile % geometry.half_tokens * problem.group + head % problem.group
-    return group.first_partial + item * group.splits, index
+    return copy.first_partial + item * copy.splits, index
 
 
 def _add(state, splits, first, index, partials):

@@ -10,11 +10,17 @@ def gather(values_gmem, indices, last):
     return values_gmem[...][jnp.minimum(indices, last)]
 
 
-def sums_before(arrays, sums_smem, first):
+def sums_before(arrays, sums_smem, first, packs):
     for row, x in arrays.items():
         before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
         sums_smem[row, pl.ds(first, WARPGROUP)] = before + jnp.cumsum(x, dtype=x.dtype) - x
         sums_smem[row, first + WARPGROUP] = before + x.sum(dtype=x.dtype)
+
+
+def extend(rows, sums_smem):
+    count = sums_smem.shape[1] - 1 - 4 - WARPGROUP
+    for row in rows:
+        sums_smem[row, pl.ds(WARPGROUP + 1, count)] = jnp.full(count, sums_smem[row, WARPGROUP])
 
 
 def store(arrays, arrays_smem, first):
@@ -26,8 +32,17 @@ def totals(arrays, sums_smem):
     return [x.sum().astype(jnp.float32) for x in arrays.values()]
 
 
+def used(rows, sums_smem):
+    return jnp.int32(WARPGROUP)
+
+
 def places_largest_first(values, values_smem, count):
     return jnp.argsort(jnp.argsort(-values, stable=True), stable=True).astype(jnp.int32)
+
+
+def keep(arrays, arrays_smem, order_smem):
+    order_smem[...] = jnp.arange(WARPGROUP, dtype=jnp.int32)
+    store(arrays, arrays_smem, 0)
 
 
 def moved(arrays, places, arrays_smem, order_smem):

@@ -1,8 +1,9 @@
-"""The merge of partial results, in MLIR and PTX: a thread merges four elements of one row of O.
+"""The merge of partial results, in MLIR and PTX: a thread merges some elements of one row of O.
 
 Arguments without a type are MLIR values; references are addresses.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 
 ELEMENTS = 4
-"""Elements of a row that a thread merges. They are neighbours in a partial result."""
+"""Elements of a row that a thread loads together. They are neighbours in a partial result."""
 
 
 class Merged(NamedTuple):
@@ -42,27 +43,36 @@ class OwnElements(NamedTuple):
     column: Any  # where the elements are in the row; 0 for the first ones
 
 
-def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
+def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int, elements: int = ELEMENTS) -> Merged:
     """Merges the partial results of a row, in their order.
 
     `load` takes the number of a partial result. It returns the logarithm of the partial result's sum, and the thread's
     elements. `in_flight` loads are issued together; beyond the last partial result they must return -inf.
     """
-    carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
+    carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + elements)]
     loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
         partials = [load(add(first, i32(i))) for i in range(in_flight)]
-        maximum, total, *out = loop.inner_iter_args
-        for log_sum, elements in partials:
-            new_maximum = arith.maximumf(maximum, log_sum)
-            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
-            total = arith.addf(arith.mulf(total, rescale), weight)
-            pairs = zip(out, elements, strict=True)
-            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
-            maximum = new_maximum
+        maximum, total, out = _with_partials(_of_values(loop.inner_iter_args), partials)
         scf.yield_([maximum, total, *out])
-    maximum, total, *out = loop.results
+    return _of_values(loop.results)
+
+
+def _of_values(values) -> Merged:
+    maximum, total, *out = values
+    return Merged(maximum, total, out)
+
+
+def _with_partials(merged: Merged, partials: list[tuple[Any, list]]) -> Merged:
+    """Adds partial results to a softmax, in their order. Their weights do not wait for each other."""
+    maximum = functools.reduce(arith.maximumf, [log_sum for log_sum, _ in partials], merged.maximum)
+    rescale = _exp2(arith.subf(merged.maximum, maximum))
+    total, out = arith.mulf(merged.sum, rescale), [arith.mulf(x, rescale) for x in merged.out]
+    for log_sum, elements in partials:
+        weight = _exp2(arith.subf(log_sum, maximum))
+        total = arith.addf(total, weight)
+        out = [arith.addf(x, arith.mulf(y, weight)) for x, y in zip(out, elements, strict=True)]
     return Merged(maximum, total, out)
 
 
@@ -81,25 +91,28 @@ def joined(first: Merged, second: Merged) -> Merged:
 def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
     """Loads the logarithm of a sum and four elements of row `index` (64 bits) among the rows of all partial results.
 
-    The logarithm is -inf where the row does not exist; `index` must be in range even then.
+    Where the row does not exist, nothing is loaded: the logarithm is -inf, and the elements are 0.
     """
-    log_sum = load_log_sum(partials, exists, index)
-    start = arith.muli(index, i64(4 * row_size))
-    return log_sum, load_elements(partials, arith.addi(start, bytes_of(column, 16)))
+    start = arith.addi(arith.muli(index, i64(4 * row_size)), bytes_of(column, 4 * ELEMENTS))
+    return load_log_sum(partials, exists, index), load_elements(partials, exists, start)
 
 
 def load_log_sum(partials: Partials, exists, index):
     """Loads the logarithm of the sum of row `index` (64 bits); -inf where the row does not exist."""
-    [log_sum] = assembly(
-        "ld.global.f32 $0, [$1];", "=f,l", add(partials.log_sums, arith.muli(index, i64(4))), results=1
-    )
-    return arith.select(exists, log_sum, _f32(float("-inf")))
+    code = """{ .reg .pred exists; .reg .f32 a; setp.ne.b32 exists, $2, 0; mov.f32 a, 0fff800000;
+        @exists ld.global.f32 a, [$1]; mov.f32 $0, a; }"""
+    source = add(partials.log_sums, arith.muli(index, i64(4)))
+    return assembly(code, "=f,l,r", source, as_i32(exists), results=1)[0]
 
 
-def load_elements(partials: Partials, offset) -> list:
-    """Loads four elements, `offset` bytes (64 bits) behind the first element of all partial results."""
+def load_elements(partials: Partials, exists, offset) -> list:
+    """Loads four elements, `offset` bytes (64 bits) behind the first element of all partial results; 0 if not there."""
+    code = """{ .reg .pred exists; .reg .f32 a, b, c, d; setp.ne.b32 exists, $5, 0;
+        mov.f32 a, 0f00000000; mov.f32 b, 0f00000000; mov.f32 c, 0f00000000; mov.f32 d, 0f00000000;
+        @exists ld.global.v4.f32 {a, b, c, d}, [$4];
+        mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, c; mov.f32 $3, d; }"""
     source = add(partials.out, offset)
-    return assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", source, results=4)
+    return assembly(code, "=f,=f,=f,=f,l,r", source, as_i32(exists), results=ELEMENTS)
 
 
 def saw_tokens(merged: Merged):
@@ -132,9 +145,16 @@ def _with_sink(merged: Merged, sinks_gmem: Ref, head) -> Merged:
     return Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
 
 
-def store(out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str) -> None:
-    """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse."""
-    _store_out(out_gmem, own, out, row_size, dtype)
+def store(
+    out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str, threads: int = 0
+) -> None:
+    """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse.
+
+    If a thread has more than `ELEMENTS` of them, each further four lie behind the four of each of `threads` threads.
+    """
+    for i in range(len(out) // ELEMENTS):
+        of_vector = own._replace(column=add(own.column, i32(i * threads)))
+        _store_out(out_gmem, of_vector, out[i * ELEMENTS : (i + 1) * ELEMENTS], row_size, dtype)
     store_lse(lse_gmem, own, lse)
 
 

@@ -1,4 +1,4 @@
-"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts.
+"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch.
 
 This file makes `Inputs` from the ops' arrays, and `Problem`, `Tuning` and `Geometry` from the static facts.
 """
@@ -68,17 +68,17 @@ def _attend(
     counts = count.count_before_kernel(query_start_loc, seq_lens, geometry)
 
     def run(refs):
-        claimed_ref, out_ref, lse_ref = refs
-        inputs = Inputs(query, *caches, Lengths(seq_lens, query_start_loc), claimed_ref, counts, vectors, *new)
+        counters_ref, out_ref, lse_ref = refs
+        inputs = Inputs(query, *caches, Lengths(seq_lens, query_start_loc), counters_ref, counts, vectors, *new)
         results = attend(geometry, inputs)
         out_ref[...], lse_ref[...] = results.out, results.lse
-        if geometry.merges:
+        if geometry.merges_copies:
             counted = results.counts if geometry.tuning.counts_in_kernel else counts
-            counted = counted._replace(wide_programs=ABSENT)
+            counted = counted._replace(order=ABSENT, wide_programs=ABSENT)
             partials = results.wide_partials, results.thin_partials
             sinks = vectors.per_head.sinks
             merge(geometry, MergeRefs(query_start_loc, seq_lens, sinks, counted, *partials, out_ref, lse_ref))
 
-    claimed = jnp.zeros((2,), jnp.int32)  # a reference, because the kernel writes to it
+    counters = jnp.zeros((geometry.num_counters,), jnp.int32)  # a reference, because the kernel writes to it
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA removes these zeros
-    return apart(pl.run_state(run)((claimed, *unwritten))[1:])
+    return apart(pl.run_state(run)((counters, *unwritten))[1:])

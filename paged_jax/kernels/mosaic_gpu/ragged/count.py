@@ -1,4 +1,4 @@
-"""Counts a batch's work: items, partial results and merges of each sequence.
+"""Counts a batch's work: items and partial results of each sequence.
 
 Programs claim items in an order of the sequences. If only the first 128 sequences have queries, they are sorted: those
 with the costliest items come first. Then the last items are short, and all programs end at about the same time
@@ -8,8 +8,8 @@ with the work of a program. So do sequences whose items all begin at once.
 Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
 batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us (benchmarks/LOG.md, "Counting
 and order"). No program loads anything before it has counted, so each instruction of the count delays the whole call
-(benchmarks/LOG.md, "The start of a call"). One program stores the counts for the merge kernel. For more sequences, XLA
-counts before the kernel.
+(benchmarks/LOG.md, "The start of a call"). If there is a merge kernel, one program stores the counts for it. For more
+sequences, XLA counts before the kernel.
 """
 
 import functools
@@ -20,14 +20,19 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
+from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
-from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
+from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
+_MORE = 2  # so many more programs than their part may begin with wide items, if that saves a wave
+_FEW_THIN = 1 / 16  # and if at most this part of the programs would begin with thin items
+_FEW_WAVES = 8  # of more waves than that, one less saves little
+_ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
 
 
@@ -55,6 +60,22 @@ class _Shares(NamedTuple):
         return self.wide if kind.is_wide else self.thin
 
 
+class _Candidate(NamedTuple):
+    """A target cost of a split."""
+
+    kind: ItemKind
+    cost: Any
+
+
+class _Lanes(NamedTuple):
+    """How `_shares` computes its candidates side by side: in an array by XLA, in the lanes of each warp in a kernel."""
+
+    sum_up: Callable[[list[Callable[[Sequence], Array]]], Array]  # each function's sum over all sequences in a lane
+    spread: Callable[[list], Array]  # one value in each lane
+    collect: Callable[[Array, int], list]  # the values of the first lanes
+    vote: Callable[[Array], Scalar]  # an integer with a bit for each lane
+
+
 def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
     """Counts the work in XLA, unless the kernel counts it."""
     if geometry.tuning.counts_in_kernel:
@@ -62,12 +83,15 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     ends = jnp.append(query_start_loc[1:], query_start_loc[-1])
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
 
-    def sum_up(arrays):
-        return [x.sum().astype(jnp.float32) for x in arrays]
-
-    totals = _Totals.of(sum_up(_costs(sequences, kind) for kind in geometry.kinds_there))
+    totals = _Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in geometry.kinds_there])
     may_order = (sequences.query_len[WARPGROUP:] == 0).all()
-    shares, begin_at_once = _shares([sequences], totals, may_order, sum_up, geometry)
+    lanes = _Lanes(
+        sum_up=lambda of_sequences: jnp.stack([of(sequences).sum() for of in of_sequences]).astype(jnp.float32),
+        spread=lambda values: jnp.stack([jnp.float32(x) for x in values]),
+        collect=lambda values, count: list(values[:count]),
+        vote=lambda x: (x << jnp.arange(len(x))).sum(),
+    )
+    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
     order = jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
         keeps_order = begin_at_once | ~may_order
@@ -78,7 +102,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
     is_summed = jnp.arange(len(table))[:, None] % len(Counted) != Counted.SPLITS
     table = jnp.where(is_summed, _sums_before(table), jnp.pad(table, ((0, 0), (0, 1))))
-    counts = Counts(table, order, _wide_programs(totals, geometry)[None])
+    counts = Counts(table, order, wide_programs[None])
     return counts._replace(wide_programs=_wide_at_once(counts, geometry)[None]) if geometry.merges_copies else counts
 
 
@@ -86,44 +110,52 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     """Counts the work in shared memory, unless XLA has counted it."""
     if not geometry.tuning.counts_in_kernel:
         return refs.inputs_gmem.counts
-    smem = refs.smem
-    parts = [_sequences(part, refs, geometry) for part in range(geometry.count_columns // WARPGROUP)]
-    kinds = geometry.kinds_there
-
-    def sum_up(arrays):
-        return scan.totals(dict(enumerate(arrays, len(kinds) + 1)), smem.counted)
-
-    sums = [_over_parts(functools.partial(_costs, kind=kind), parts) for kind in kinds]
-    if len(parts) > 1:
-        sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), parts[1:]))
+    smem, kinds = refs.smem, geometry.kinds_there
+    parts = range(0, geometry.count_columns, WARPGROUP)
+    first, *others = [sequences_of(scan.iota() + part, refs, geometry) for part in parts]
+    sums = [_over_parts(functools.partial(costs, kind=kind), [first, *others]) for kind in kinds]
+    if others:
+        sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), others))
     sums = scan.totals(dict(enumerate(sums)), smem.counted)
-    totals, may_order = _Totals.of(sums[: len(kinds)]), sums[-1] == 0 if len(parts) > 1 else True
-    shares, begin_at_once = _shares(parts, totals, may_order, sum_up, geometry)
-    counts = [_counts(part, shares, geometry) for part in parts]
+    totals, may_order = _Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else True
+
+    def sum_up(of_sequences):
+        own = [of(first) for of in of_sequences]
+        if others:  # engines pad batches to many sequences, so most often only the first ones have queries
+            none, all_others = lambda: [x * 0 for x in own], lambda: [_over_parts(of, others) for of in of_sequences]
+            own = [x + more for x, more in zip(own, lax.cond(may_order, none, all_others), strict=True)]
+        return warps.totals_in_lanes(own, smem.counted, len(kinds) + 1)
+
+    lanes = _Lanes(sum_up, warps.in_lanes, warps.of_lanes, warps.votes)
+    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
+    counts = _counts(first, shares, geometry)
     if geometry.orders_sequences:
-        keeps_order = begin_at_once | ~may_order if len(parts) > 1 else begin_at_once
-        counts[0] = _ordered(parts[0], counts[0], shares, keeps_order, refs, geometry)
+        keeps_order = begin_at_once | ~may_order if others else begin_at_once
+        counts = _ordered(first, counts, shares, keeps_order, refs, geometry)
+    else:
+        scan.store(_only(counts, Counted.SPLITS), smem.table, 0)
+    summed = Counted.ITEMS, Counted.PARTIALS
+    packs = all(kind.most_numbered < 1 << 16 for kind in kinds)
+    scan.sums_before(_only(counts, *summed), smem.table, 0, packs)
+    if others:
+        pl.when(may_order)(lambda: scan.extend(list(_only(counts, *summed)), smem.table))
 
-    def sum_up_before(what: tuple[Counted, ...]):
-        for part, columns in enumerate(counts):
-            some = {row: x for row, x in columns.items() if row % len(Counted) in what}
-            scan.sums_before(some, smem.table, part * WARPGROUP)
+        @pl.when(~may_order)
+        def sum_up_others():
+            for part, sequences in enumerate(others, 1):
+                columns = _counts(sequences, shares, geometry)
+                scan.store(_only(columns, Counted.SPLITS), smem.table, part * WARPGROUP)
+                scan.sums_before(_only(columns, *summed), smem.table, part * WARPGROUP, packs)
 
-    for part, columns in enumerate(counts):
-        if part > 0 or not geometry.orders_sequences:
-            splits = {row: x for row, x in columns.items() if row % len(Counted) == Counted.SPLITS}
-            scan.store(splits, smem.table, part * WARPGROUP)
-    sum_up_before((Counted.ITEMS, Counted.PARTIALS))
     found = Counts(smem.table, smem.order, smem.wide_programs)
-    wide_programs = _wide_at_once(found, geometry) if geometry.merges_copies else _wide_programs(totals, geometry)
+    if geometry.merges_copies:
+        wide_programs = _wide_at_once(found, geometry)
     smem.wide_programs[0] = wide_programs
-    if geometry.merges:
-        last = geometry.tuning.num_programs - 1  # its first item is the shortest, so it has the most time
+    if geometry.merges_copies:
 
-        @pl.when(lax.axis_index("program") == last)
+        @pl.when(lax.axis_index("program") == geometry.tuning.num_programs - 1)
         def leave_counts():
-            sum_up_before((Counted.MERGES,))
-            _leave_counts(refs, geometry)
+            scan.copy_columns(smem.table, refs.outputs_gmem.counts.table, geometry.count_columns)
 
     return found
 
@@ -132,14 +164,18 @@ def _ordered(
     sequences: Sequence, counts: dict[int, Array], shares: _Shares, keeps_order: Any, refs: Refs, geometry: Geometry
 ) -> dict[int, Array]:
     """Moves the counts of each of the first 128 sequences to the thread at its place in the order."""
+    smem = refs.smem
 
-    def places():
-        most_cost, count = _most_cost(sequences, shares, geometry), min(geometry.problem.num_seqs + 1, WARPGROUP)
-        return scan.places_largest_first(most_cost, refs.smem.ordered_by, count)
+    def keep():
+        scan.keep(counts, smem.table, smem.order)
+        return list(counts.values())
 
-    own = lax.cond(keeps_order, scan.iota, places)
-    moved = scan.moved(counts, own, refs.smem.table, refs.smem.order)
-    return dict(zip(counts, moved, strict=True))
+    def order():
+        used = scan.used(len(geometry.kinds_there), smem.counted)
+        places = scan.places_largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, used)
+        return scan.moved(counts, places, smem.table, smem.order)
+
+    return dict(zip(counts, lax.cond(keeps_order, keep, order), strict=True))
 
 
 def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
@@ -168,27 +204,30 @@ def num_splits(ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
     return at_least(before(Counted.SPLITS, ordinal, kind, counts), 1) if kind.may_split else jnp.int32(1)
 
 
-def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """Finds the sequence of element `number` of `what`, which is an item, a partial result or a merge.
+def search(number: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
+    """Finds the sequence of item `number`.
 
-    Returns the sequence's position in the order, or num_seqs + 1 if there is no such element.
+    Returns the sequence's position in the order, or num_seqs + 1 if there is no such item.
     """
     num_seqs = kind.geometry.problem.num_seqs
     if kind.geometry.tuning.counts_in_kernel:
-        return scan.number_at_most(counts.table, _row(what, kind), num_seqs + 1, number)
-    ordinal = jnp.int32(0)  # the last position whose elements are known to begin at or before `number`
+        return scan.number_at_most(counts.table, _row(Counted.ITEMS, kind), num_seqs + 1, number)
+    ordinal = jnp.int32(0)  # the last position whose items are known to begin at or before `number`
     step = 1 << (num_seqs + 1).bit_length()
     while step := step // 2:
         further = lax.min(ordinal + step, jnp.int32(num_seqs + 1))
-        ordinal = jnp.where(before(what, further, kind, counts) <= number, further, ordinal)
+        ordinal = jnp.where(before(Counted.ITEMS, further, kind, counts) <= number, further, ordinal)
     return ordinal
 
 
-def _costs(sequences: Sequence, kind: ItemKind) -> Array:
+def costs(sequences: Sequence, kind: ItemKind) -> Array:
     """The cost of all of a sequence's items of this kind, for each sequence."""
     of_item = kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST
-    items = query_tiles(sequences, kind).astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
-    return items * of_item.astype(jnp.float32)  # integers would overflow
+    items = query_tiles(sequences, kind) * kind.geometry.problem.num_kv_heads
+    most_cost = kind.tile_cost * (kind.geometry.problem.max_seq_len // kind.tile + 2) + _ITEM_COST
+    if kind.most_unsplit * most_cost < 1 << 31:
+        return items * of_item  # a warp adds up integers in one instruction
+    return items.astype(jnp.float32) * of_item.astype(jnp.float32)
 
 
 def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
@@ -196,7 +235,8 @@ def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     if not geometry.kinds[0].may_exist:
         return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
-    wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
+    part = wide * reciprocal(lax.max(wide + thin, jnp.float32(1)), geometry)
+    wide_programs = truncated(part * programs + 0.5, geometry)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
     return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
 
@@ -218,54 +258,83 @@ def _over_parts(count: Callable[[Sequence], Array], parts: list[Sequence]) -> Ar
     return functools.reduce(jnp.add, [count(part) for part in parts])
 
 
-def _items(sequences: Sequence, share: Any, kind: ItemKind) -> Array:
-    """Counts the items of a kind that see a tile, in each sequence, if a split costs about `share`."""
-    items = query_tiles(sequences, kind) * splits_of(sequences, share, kind) * kind.geometry.problem.num_kv_heads
-    return jnp.where(most_tiles(sequences, kind) > 0, -at_least(-items, -_MOST_ITEMS), 0)
+def _items(sequences: Sequence, of: _Candidate) -> Array:
+    """Counts the items of a kind that see a tile, in each sequence, if a split costs about as much as the candidate."""
+    unsplit = query_tiles(sequences, of.kind) * of.kind.geometry.problem.num_kv_heads
+    unsplit = jnp.where(most_tiles(sequences, of.kind) > 0, unsplit, 0)
+    return at_most(unsplit * splits_of(sequences, of.cost, of.kind), _MOST_ITEMS)
 
 
-def _shares(
-    parts: list[Sequence], totals: _Totals, may_order: Any, sum_up: Callable, geometry: Geometry
-) -> tuple[_Shares, Any]:
+def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) -> tuple[_Shares, Any, Any]:
     """Computes target costs of splits: about total work / programs, or less if the sequences may be ordered.
 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
 
-    Also returns whether all items that see a tile begin at once, one in each program.
+    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
     """
-    share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     wide_programs = _wide_programs(totals, geometry)
-    costs = {
-        kind: [lax.max(share * part, jnp.float32(kind.least_split)) for part in kind.shares]
-        for kind in geometry.kinds_there
-    }
+    share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
+    candidates = [
+        _Candidate(kind, _target(share * part, totals, kind)) for kind in geometry.kinds_there for part in kind.shares
+    ]
     if not geometry.orders_sequences:
-        return _Shares(*[costs[kind][0] if kind in costs else share for kind in geometry.kinds]), False
-    every = [functools.partial(_items, share=cost, kind=kind) for kind in costs for cost in costs[kind]]
-    numbers = iter(sum_up([_over_parts(items, parts) for items in every]))
+        costs = {candidate.kind: candidate.cost for candidate in candidates}
+        return _Shares(*[costs.get(kind, share) for kind in geometry.kinds]), False, wide_programs
+
+    def by_kind(wide: Any, thin: Any) -> Array:
+        return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
+
+    numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
+    of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
+    wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
+    programs, saved = by_kind(wide, thin), jnp.int32(0)
+    items = lax.max(numbers, jnp.ones_like(numbers))
+    waves = _waves(items, programs, geometry)
+    if geometry.kinds[0].may_exist:
+        more = by_kind(jnp.where(_may_be_more(thin, geometry), wide + _MORE, wide), thin)
+        fewer_waves = _waves(items, more, geometry)
+        saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
+        programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
+        saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
+    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in geometry.kinds])
+    times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
+    times = lanes.collect(times, len(candidates))
+    fits = lanes.vote((numbers <= programs).astype(jnp.int32))
     chosen, begin_at_once = {}, True
-    for kind, (best, *others) in costs.items():
-        programs = wide_programs if kind.is_wide else geometry.tuning.num_programs - wide_programs
-        programs, total = at_least(programs, 1).astype(jnp.float32), totals.wide if kind.is_wide else totals.thin
-        number = next(numbers)
-        least = _time_of(number, total, programs, kind)
-        for cost in others:
-            other = next(numbers)
-            time = _time_of(other, total, programs, kind)
+    for kind in geometry.kinds_there:
+        (best, cost, least), *others = [(i, x.cost, times[i]) for i, x in enumerate(candidates) if x.kind == kind]
+        for i, other, time in others:
             is_less = (time < least) & may_order
-            best, number, least = (jnp.where(is_less, x, y) for x, y in ((cost, best), (other, number), (time, least)))
-        chosen[kind], begin_at_once = best, begin_at_once & (number <= programs)
-    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once
+            best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
+        chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
+        if kind.is_wide:
+            wide_programs += _MORE * ((saved >> best) & 1)
+    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once, wide_programs
 
 
-def _time_of(items: Any, cost: Any, programs: Any, kind: ItemKind) -> Any:
-    """The time that so many equal items take, which cost so much together."""
-    items = lax.max(items, jnp.float32(1))
-    share = items * (1 / programs)
-    waves = share.astype(jnp.int32).astype(jnp.float32)
-    waves += (waves < share).astype(jnp.float32)
-    return waves * (cost * (1 / items) + kind.item_cost)
+def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
+    """The target cost of a split, if `share` is the candidate without wide items."""
+    target = lax.max(share, jnp.float32(kind.least_split))
+    if kind.beside_wide is None:
+        return target
+    of_all, of_thin = (part / kind.geometry.tuning.num_programs for part in kind.beside_wide)
+    beside_wide = lax.max((totals.wide + totals.thin) * of_all, totals.thin * of_thin)
+    beside_wide = lax.min(target, lax.max(beside_wide, jnp.float32(kind.least_beside_wide)))
+    return jnp.where(totals.wide > 0, beside_wide, target)
+
+
+def _may_be_more(thin_programs: Any, geometry: Geometry) -> Any:
+    """Whether a few of the programs that begin with thin items may begin with wide ones, if that saves a wave.
+
+    Then wide items take nearly all of the call, and a last wave of few of them would leave most programs idle.
+    """
+    return (thin_programs > _MORE) & (thin_programs <= _FEW_THIN * geometry.tuning.num_programs)
+
+
+def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
+    """The waves of programs that so many items take."""
+    return truncated(items * reciprocal(programs, geometry) + _ROUNDS_UP, geometry).astype(jnp.float32)
 
 
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
@@ -274,7 +343,8 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
     for kind in geometry.kinds_there:
         tiles = most_tiles(sequences, kind)
         if kind.may_split:
-            tiles = cdiv(tiles, splits_of(sequences, shares.of(kind), kind))
+            splits = splits_of(sequences, shares.of(kind), kind)
+            tiles = quotient(tiles + (splits - 1), splits, kind)
         most = lax.max(most, jnp.where(query_tiles(sequences, kind) > 0, tiles * kind.tile_cost, 0))
     return most
 
@@ -288,14 +358,16 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
             counts[_row(Counted.ITEMS, kind)] = items
             continue
         splits = splits_of(sequences, shares.of(kind), kind)
-        rows = num_queries(sequences, kind) * geometry.problem.num_heads
-        merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)
         counts[_row(Counted.ITEMS, kind)] = items * splits
         has_partials = splits > kind.geometry.splits_of_whole
         counts[_row(Counted.PARTIALS, kind)] = jnp.where(has_partials, items * splits, 0)
-        counts[_row(Counted.MERGES, kind)] = jnp.where(splits > 1, merges, 0)
         counts[_row(Counted.SPLITS, kind)] = splits
     return counts
+
+
+def _only(counts: dict[int, Array], *what: Counted) -> dict[int, Array]:
+    """Some of the counts."""
+    return {row: x for row, x in counts.items() if row % len(Counted) in what}
 
 
 def _row(what: Counted, kind: ItemKind) -> int:
@@ -311,20 +383,11 @@ def _sums_before(x: Array) -> Array:
     return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
 
 
-def _sequences(part: int, refs: Refs, geometry: Geometry) -> Sequence:
-    """The sequences from `part` * 128 on, one in each thread; those from index num_seqs on are empty."""
-    seq, lengths_gmem = scan.iota() + part * WARPGROUP, refs.inputs_gmem.lengths
-    num_seqs = geometry.problem.num_seqs
+def sequences_of(seq: Array, refs: Refs, geometry: Geometry) -> Sequence:
+    """The sequences of these indices, one in each thread; those from index num_seqs on are empty."""
+    lengths_gmem, num_seqs = refs.inputs_gmem.lengths, geometry.problem.num_seqs
     start = scan.gather(lengths_gmem.query_start_loc, seq, num_seqs)
     end = scan.gather(lengths_gmem.query_start_loc, seq + 1, num_seqs)
     seq_len = scan.gather(lengths_gmem.seq_lens, seq, num_seqs - 1)
     query_len = jnp.where(seq < num_seqs, lax.max(end - start, jnp.zeros_like(start)), 0)
     return Sequence(start, query_len, jnp.where(seq < num_seqs, seq_len, 0))
-
-
-def _leave_counts(refs: Refs, geometry: Geometry) -> None:
-    """Stores the counts in global memory, for the merge kernel."""
-    counts_gmem, smem = refs.outputs_gmem.counts, refs.smem
-    if geometry.orders_sequences:
-        scan.copy_columns(smem.order, counts_gmem.order, WARPGROUP)
-    scan.copy_columns(smem.table, counts_gmem.table, geometry.count_columns)

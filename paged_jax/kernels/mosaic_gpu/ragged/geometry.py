@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.experimental.pallas as pl
 
@@ -20,6 +21,13 @@ _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 
 _UNORDERED_THIN_SHARE = 0.5
 
+_BESIDE_WIDE_PARTS, _BESIDE_WIDE_LEAST = (1 / 12, 1 / 4), 24
+"""The cost of a thin split beside wide items: the first part of all items' cost / programs, the second part of all thin
+items' cost / programs, or the last number, whichever is most; but no more than without wide items.
+
+The last thin items may begin when no wide ones are left, and a long one would end last.
+"""
+
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 """The number of splits is truncated after one of these is added.
 
@@ -34,7 +42,7 @@ _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many t
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
-_ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread of the merge kernel merges
+_ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread merges
 
 
 @dataclass(frozen=True)
@@ -171,13 +179,11 @@ class Geometry:
     # The merge of split items, or of the rows of each query.
 
     @property
-    def merges(self) -> bool:
-        """Whether any item may be split, or must leave a partial result."""
-        return any(kind.may_split for kind in self.kinds)
-
-    @property
     def merges_copies(self) -> bool:
-        """Whether each query has several rows. Then every item leaves a partial result, also if it is not split."""
+        """Whether each query has several rows, which a kernel of its own merges.
+
+        Then every item leaves a partial result, also if it is not split.
+        """
         return self.problem.copies > 1
 
     @property
@@ -190,6 +196,11 @@ class Geometry:
     def splits_of_whole(self) -> int:
         """The number of splits of an item that leaves no partial result; 0 if every item leaves one."""
         return 0 if self.merges_copies else 1
+
+    @property
+    def num_counters(self) -> int:
+        """Counters in global memory: of the claimed items of each kind, then those of split items of each kind."""
+        return 2 + sum(kind.split_counters for kind in self.kinds)
 
     @property
     def threads_of_row(self) -> int:
@@ -245,9 +256,18 @@ class ItemKind:
     @property
     def most_items(self) -> int:
         """An upper bound of the number of items, and of an item's tiles."""
+        return max(self.most_numbered + 2 * self.geometry.tuning.num_programs, self.geometry.problem.max_seq_len)
+
+    @property
+    def most_numbered(self) -> int:
+        """An upper bound of the number of items, where each split counts as one."""
+        return self.most_unsplit + self.num_partials
+
+    @property
+    def most_unsplit(self) -> int:
+        """An upper bound of the number of items, each with all of its splits."""
         problem = self.geometry.problem
-        items = problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs) + self.num_partials
-        return max(items + 2 * self.geometry.tuning.num_programs, problem.max_seq_len)
+        return problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs)
 
     @property
     def halves(self) -> int:
@@ -366,7 +386,8 @@ class ItemKind:
 
         An item that costs x targets has x + rounded splits, truncated. It is split only if x is 2 - rounded or more, so
         it has at most 2 / (2 - rounded) * x splits. The least target is the least share times total work / programs,
-        and all items together cost no more than total work.
+        and all items together cost no more than total work. The same holds for thin items beside wide ones: their least
+        target is a part of their own cost / programs.
         """
         problem, tuning = self.geometry.problem, self.geometry.tuning
         if not self.may_exist:
@@ -376,11 +397,22 @@ class ItemKind:
         most_splits = pl.cdiv(tiles * self.tile_cost, self.least_split)
         if most_splits <= 1:
             return unsplit
-        most = math.ceil(2 / (2 - self.rounded) / min(self.shares) * tuning.num_programs)
+        least_share = min(*self.shares, self.beside_wide[1] if self.beside_wide else 1.0)
+        most = math.ceil(2 / (2 - self.rounded) / least_share * tuning.num_programs)
         if self.is_wide:
             return most + unsplit
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
         return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits) + unsplit
+
+    @property
+    def split_counters(self) -> int:
+        """The number of counters of stored partial results, if the kernel merges them."""
+        return 0 if self.geometry.merges_copies else self.num_partials * self.halves
+
+    def split_counter(self, first_partial: Any, half: Any) -> Any:
+        """The index of the counter of one half of a split item, which its first partial result identifies."""
+        first = 2 if self.is_wide else 2 + self.geometry.kinds[0].split_counters
+        return first + first_partial * self.halves + half
 
     @property
     def _most_query_tiles(self) -> int:
@@ -400,6 +432,21 @@ class ItemKind:
         if self.geometry.merges_copies and not self.is_wide:
             return (_UNORDERED_THIN_SHARE,)
         return shares if self.geometry.orders_sequences else shares[:1]
+
+    @property
+    def beside_wide(self) -> tuple[float, float] | None:
+        """The cost of a thin split beside wide items: parts of all items' and of all thin items' cost / programs.
+
+        None for wide items, and where wide items make no difference.
+        """
+        wide, _ = self.geometry.kinds
+        may_differ = not (self.is_wide or self.geometry.merges_copies) and wide.may_exist
+        return _BESIDE_WIDE_PARTS if may_differ else None
+
+    @property
+    def least_beside_wide(self) -> int:
+        """The least target cost of a thin split if there are wide items, unless it is less without them."""
+        return max(self.least_split, _BESIDE_WIDE_LEAST)
 
     @property
     def rounded(self) -> float:

@@ -22,8 +22,8 @@ Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
     | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of up to 126 sequences 4 KiB |
 
 Out and lse of a whole item overwrite its query in shared memory and are copied from there; partial results go from
-registers to global memory. A handed-over O overwrites the query, too, in two parts of 16 bits: O rounded, and
-its rounding error.
+registers to global memory. The last program that stores one of an item's partial results merges all of them. A
+handed-over O overwrites the query, too, in two parts of 16 bits: O rounded, and its rounding error.
 
 Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees. With few queries:
 4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
-from paged_jax.kernels.mosaic_gpu.ragged import items, queries, thin, wide
+from paged_jax.kernels.mosaic_gpu.ragged import ahead, items, queries, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
@@ -49,7 +49,7 @@ _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
-    """Runs the kernel. Programs claim items through the counters in the reference `inputs.claimed`."""
+    """Runs the kernel. Programs count claimed items and stored splits in the reference `inputs.counters`."""
     return launch(
         lambda *refs: _kernel(Refs(*refs), geometry),
         inputs,
@@ -69,6 +69,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        ahead.prefetch(refs, geometry)
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
         _attend_to_items(refs, geometry)

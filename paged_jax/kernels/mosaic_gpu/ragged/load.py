@@ -15,7 +15,7 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.ragged import count, items, plan
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
@@ -52,11 +52,14 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
         _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
 
 
-class _Taken(NamedTuple):
-    """The item that a step of the loop loads. The first step loads no item; it only begins the first one."""
+class _Step(NamedTuple):
+    """A step of the loop over items: it begins an item, if there is one, and loads most of the item's tiles."""
 
-    number: Scalar  # the number of the step's item; in the first step, of the program's first item
-    is_item: Scalar  # whether the step has an item to load
+    number: Scalar  # the item's number
+    follows: Scalar  # whether an item of the same kind comes before, some of whose tiles may be left
+    loaded: Scalar  # tiles of that item which are loaded
+    items_before: Scalar  # items of the program before this one
+    tiles_before: Scalar  # tiles of this kind before this item
     goes_on: Scalar  # whether the loop has this step
 
 
@@ -78,61 +81,59 @@ class _ItemLoader:
     refs: Refs
 
     def take_items(self, first: Scalar, items_before: Scalar) -> Scalar:
-        """Takes item `first`, and then further items until none is left; returns the updated `items_before`.
-
-        The loop starts with an item without tiles, so that its body is the only code that begins items.
-        """
-
-        def take(state):
-            taken, items_before, tiles_before = state
-            # Without an item there is nothing to read, and another warp may be writing the first description.
-            item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
-            next_item = self._load_item(item, items_before, tiles_before, taken)
-            return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
-
-        state = _Taken(first, jnp.bool_(False), jnp.bool_(True)), items_before, jnp.int32(0)
-        _, items_before, tiles_before = lax.while_loop(lambda state: state[0].goes_on, take, state)
+        """Takes item `first`, and then further items until none is left; returns the updated `items_before`."""
+        start = _Step(first, jnp.bool_(False), jnp.int32(0), items_before, jnp.int32(0), jnp.bool_(True))
+        end = lax.while_loop(lambda step: step.goes_on, self._take_item, start)
         # Tiles of the other kind use the same shared memory, but other barriers.
         barriers = self.refs.smem.barriers(self.kind)
-        _drain(tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
-        return items_before
+        _drain(end.tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
+        return end.items_before
 
-    def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, taken: _Taken) -> _Taken:
-        """Loads an item's tiles. In between, signals the item's query, and begins the next item if there is one.
+    def _take_item(self, step: _Step) -> _Step:
+        """Begins an item, if there is one; loads the last tiles of the item before, and this item's first tiles.
 
         One loop loads the tiles in three parts, and its steps also do the work between the parts. So the kernel
-        contains the code that loads tiles only once (benchmarks/LOG.md, "The code between tiles").
+        contains the code that loads tiles only once (benchmarks/LOG.md, "The code between tiles"), except for the
+        program's first tiles, which the whole call waits for.
 
-        The first part is one tile. While memory is busy, asking for a second one takes longer than the products with
-        the first one, and they wait for the query's signal (benchmarks/LOG.md, "The start of a call").
+        The second part is this item's first tile. While memory is busy, asking for another one takes longer than the
+        products with the first one, and they wait for the query's signal (benchmarks/LOG.md, "The start of a call").
         """
-        tiles = TileLoader(item, tiles_before, self.kind, self.refs)
-        if self.kind.geometry.converts_tiles:
-            pl.when(taken.is_item)(tiles.begin_raw)
-        copies_query = not self.kind.geometry.reads_own_queries
-        if copies_query and self.kind.geometry.tuning.queries == 1:  # the query overwrites results of the item before
-            pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
-        first, begun = lax.min(item.num_tiles, jnp.int32(1)), self._tiles_before_next(item.num_tiles)
-
-        def begin_next():
-            return self._begin_next(taken, items_before, tiles_before + item.num_tiles)
+        geometry, items_before = self.kind.geometry, step.items_before
+        exists, num_tiles, asked = self._begin_item(step)
+        copies_query = not geometry.reads_own_queries
 
         def load_part(part, state):
-            begin, next_item = state
-            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
-            pl.when(begin < end)(lambda: tiles.load_range(begin, end))
+            (loaded, item), of_item, of_last = state, part > 0, part == 0
+            is_there, own = jnp.where(of_item, exists, step.follows), items_before - of_last.astype(jnp.int32)
+
+            def read():  # without an item, another warp may be writing the first description
+                return lax.cond(is_there, lambda: items.read_own(own, self.refs.smem), items.nothing)
+
+            item = lax.cond(part == 2, lambda: item, read)
+            tiles_before = step.tiles_before - jnp.where(of_item, 0, item.num_tiles)
+            tiles = TileLoader(item, tiles_before, self.kind, self.refs)
+            begins = (part == 1) & exists
+            if geometry.converts_tiles:
+                pl.when(begins)(tiles.begin_raw)
+            if copies_query and geometry.tuning.queries == 1:  # the query overwrites results of the item before
+                pl.when(begins)(lambda: self._load_query(item, items_before))
+            first, begun = lax.min(item.num_tiles, jnp.int32(1)), self._tiles_before_next(item.num_tiles)
+            end = jnp.where(of_last, item.num_tiles, jnp.where(part == 1, first, begun))
+            pl.when(loaded < end)(lambda: tiles.load_range(loaded, end))
             if copies_query:
-                pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
-            next_item = lax.cond(part == 1, begin_next, lambda: next_item)
-            return end, next_item
+                pl.when(begins)(lambda: self._finish_query(items_before))
+            return jnp.where(of_item, lax.max(end, loaded), asked), item
 
-        return lax.fori_loop(0, 3, load_part, (jnp.int32(0), taken))[1]
-
-    def _begin_next(self, taken: _Taken, items_before: Scalar, tiles_before: Scalar) -> _Taken:
-        """Begins the program's next item, if there is one, after `tiles_before` tiles."""
-        number = lax.cond(taken.is_item, lambda: self.number_after(taken.number), lambda: taken.number)
-        exists = self._begin_item(number, items_before + taken.is_item.astype(jnp.int32), tiles_before)
-        return _Taken(number, exists, exists)
+        loaded, _ = lax.fori_loop(0, 3, load_part, (step.loaded, items.nothing()))
+        return _Step(
+            number=lax.cond(exists, lambda: self.number_after(step.number), lambda: step.number),
+            follows=exists,
+            loaded=loaded,
+            items_before=items_before + exists.astype(jnp.int32),
+            tiles_before=step.tiles_before + num_tiles,
+            goes_on=exists,
+        )
 
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """The number of an item's tiles that are loaded before the next item is claimed.
@@ -154,28 +155,37 @@ class _ItemLoader:
         """The number of the item that the program takes after `number`."""
         return claims.number_after(number, self.unclaimed, self.kind, self.refs)
 
-    def _begin_item(self, number: Scalar, items_before: Scalar, tiles_before: Scalar) -> Scalar:
-        """Describes item `number`, if there is such an item, and returns whether there is.
+    def _begin_item(self, step: _Step) -> tuple[Scalar, Scalar, Scalar]:
+        """Describes a step's item, if there is one.
 
-        If queries have two stages, it also starts the copy of the item's query.
+        If queries have two stages, it also starts the copy of the item's query. If the item is the first one, it also
+        asks for as many tiles as there are stages.
+
+        Returns:
+          Whether there is an item, its number of tiles, and how many of them it has asked for.
         """
+        exists, none = plan.exists(step.number, self.counts, self.kind), jnp.int32(0)
+        return exists, *lax.cond(exists, lambda: self._begin_existing(step), lambda: (none, none))
+
+    def _begin_existing(self, step: _Step) -> tuple[Scalar, Scalar]:
+        """Describes a step's item."""
         geometry, smem = self.kind.geometry, self.refs.smem
-        item = plan.find(number, self.counts, self.refs.inputs_gmem.lengths, self.kind)
-        exists = item.kind > NO_ITEM
-
-        @pl.when(exists)
-        def begin():
-            if geometry.problem.block_sparse is None:  # the first tiles' copies wait for their blocks' numbers
-                block = lax.div(item.origin, jnp.int32(geometry.problem.block_size))
-                claims.prefetch_block(self.refs.inputs_gmem.block_tables, item.seq, block)
-            if geometry.reads_own_queries:
-                query = rows.QueryRows(plan.query_of(item, geometry), item.num_tokens, item.kv_head)
-                rows.prefetch_queries(self.refs.inputs_gmem.query, query, self.kind)
-            if geometry.tuning.queries > 1:
-                self._load_query(item, items_before)
-            items.describe(item, tiles_before, items_before, smem)
-
-        return exists
+        item = plan.find(step.number, self.counts, self.refs.inputs_gmem.lengths, self.kind)
+        if geometry.problem.block_sparse is None:  # the first tiles' copies wait for their blocks' numbers
+            block = lax.div(item.origin, jnp.int32(geometry.problem.block_size))
+            claims.prefetch_block(self.refs.inputs_gmem.block_tables, item.seq, block)
+        if geometry.reads_own_queries:
+            query = rows.QueryRows(plan.query_of(item, geometry), item.num_tokens, item.kv_head)
+            rows.prefetch_queries(self.refs.inputs_gmem.query, query, self.kind)
+        if geometry.tuning.queries > 1:
+            self._load_query(item, step.items_before)
+        asked = jnp.int32(0)
+        if geometry.has_whole_tiles and geometry.tuning.queries > 1:  # a query that is asked for later arrives later
+            tiles = TileLoader(item, jnp.int32(0), self.kind, self.refs)
+            asked = jnp.where(step.follows, 0, tiles.num_whole(jnp.int32(self.kind.stages)))
+            pl.when(asked > 0)(lambda: tiles.load_first(asked))
+        items.describe(item, step.tiles_before, step.items_before, smem)
+        return item.num_tiles, asked
 
     def _load_query(self, item: Item, items_before: Scalar) -> None:
         """Starts the copy of an item's query, 64 rows for each half, once its stage is free."""

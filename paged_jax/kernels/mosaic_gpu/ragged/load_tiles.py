@@ -88,6 +88,25 @@ class TileLoader:
         begin, end = (plan.rank_of(x, span.pattern, self.kind.geometry) for x in (span.begin, span.values_end))
         return Range(begin - span.rank, end - span.rank)
 
+    def num_whole(self, most: Scalar) -> Scalar:
+        """The number of tiles, up to `most`, that only need copies, if `has_whole_tiles`."""
+        if self.kind.zeroes_when_read:
+            return lax.min(self.item.num_tiles, most)
+        whole = plan.num_whole_tiles(self.item, self.kind)
+        return lax.max(lax.min(lax.min(whole, self.item.num_tiles), most), jnp.int32(0))
+
+    def load_first(self, count: Scalar) -> None:
+        """Copies the first tiles, which only need copies."""
+
+        def do_as_warp():
+            first_run = lax.axis_index("warp") * self.kind.runs_of_warp
+
+            @pl.loop(0, count)
+            def copy(number):
+                self._copy_whole_tile(number, first_run, self._blocks_of(number, first_run))
+
+        _as_warps(do_as_warp)
+
     def load_range(self, begin: Scalar, end: Scalar) -> None:
         """Loads the tiles begin <= number < end. Warps work independently where they can."""
         if self.kind.zeroes_when_read:
@@ -213,27 +232,28 @@ class TileLoader:
         `ahead`. The warp reads these blocks' numbers from the block table before it calls `do` for tile i - 1, so that
         the reads overlap with the work on that tile.
         """
-        item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
-        tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_of_warp
-        last = self.last_run(item.values_end)
 
         def do_as_warp():
-            first_run = lax.axis_index("warp") * runs_of_warp
-
-            def blocks_of(number):
-                tokens = (lax.min(self._first_read(number, first_run + j), last) for j in range(runs_of_warp))
-                return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
+            first_run = lax.axis_index("warp") * self.kind.runs_of_warp
 
             def do_tile(number, blocks):
-                next_blocks = blocks_of(number + ahead + 1)
+                next_blocks = self._blocks_of(number + ahead + 1, first_run)
                 do(number, first_run, blocks)
                 if self.kind.prefetches:
                     self._prefetch_own_runs(number + ahead + 1, first_run, next_blocks)
                 return next_blocks
 
-            lax.fori_loop(begin, end, do_tile, blocks_of(begin + ahead))
+            lax.fori_loop(begin, end, do_tile, self._blocks_of(begin + ahead, first_run))
 
         _as_warps(do_as_warp)
+
+    def _blocks_of(self, number: Scalar, first_run: Scalar) -> tuple[Scalar, ...]:
+        """The blocks that hold a warp's runs of a tile. Past the end, they are the block of the last run."""
+        tables_gmem, block_size = self.refs.inputs_gmem.block_tables, jnp.int32(self.kind.geometry.problem.block_size)
+        last = self.last_run(self.item.values_end)
+        own = range(self.kind.runs_of_warp)
+        tokens = (lax.min(self._first_read(number, first_run + j), last) for j in own)
+        return tuple(tables_gmem[self.item.seq, lax.div(token, block_size)] for token in tokens)
 
     def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
         """Copies a warp's runs of a tile, which lie in these blocks."""

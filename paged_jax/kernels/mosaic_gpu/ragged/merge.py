@@ -1,9 +1,9 @@
-"""The merge kernel of ragged attention: it merges the partial results of split items into rows of out and lse.
+"""The merge kernel of ragged attention, for batches in which each query has several rows.
+
+All items of such a batch leave partial results. The kernel merges the partial results of all rows of a query.
 
 Grid: `Tuning.merge_programs` programs of one warpgroup. Each takes every merge_programs-th group of
-`Geometry.merged_rows` rows of split items. If each query has several rows in the batch, all items have left partial
-results. Then a group is of neighbouring heads of one query, and the kernel merges all partial results of the query's
-rows.
+`Geometry.merged_rows` neighbouring heads of one query.
 
 Who loads, who computes: every thread loads 4 elements of a row from global memory into registers, and merges them.
 
@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ptx
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Ref
@@ -57,20 +57,7 @@ def merge(geometry: Geometry, refs: MergeRefs) -> None:
 
 
 def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
-    refs = jax.tree.unflatten(tree, arrays)
-    if geometry.merges_copies:
-        _merge_copies(refs, geometry)
-        return
-    partials = dict(zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True))
-    # All totals are loaded before the first one is needed: often nothing is split.
-    totals = {kind: count.total(Counted.MERGES, kind, refs.counts) for kind in geometry.kinds if kind.may_split}
-    for kind, total in totals.items():
-        _merge_kind(total, partials[kind], refs, kind)
-
-
-def _merge_copies(refs: MergeRefs, geometry: Geometry) -> None:
-    """Merges the partial results of all rows of each query."""
-    problem = geometry.problem
+    refs, problem = jax.tree.unflatten(tree, arrays), geometry.problem
     row_refs = ptx.CopyRefs(refs.wide_partials, refs.thin_partials, refs.sinks, refs.out, refs.lse)
     groups = problem.num_queries * problem.num_heads // geometry.merged_rows
 
@@ -111,29 +98,3 @@ def _copy_of(row: Scalar, seq: Scalar, refs: MergeRefs, geometry: Geometry) -> p
         splits=jnp.where(token < sequence.query_len, splits, 0),  # a row of padding has no partial result
         first_partial=either(lambda kind: count.before(Counted.PARTIALS, seq, kind, counts)),
     )
-
-
-def _merge_kind(total: Scalar, partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
-    """Merges all split items of one kind, which are `total` groups of rows."""
-    problem, counts = kind.geometry.problem, refs.counts
-    lengths_gmem = Lengths(refs.seq_lens, refs.query_start_loc)
-    row_refs = ptx.RowRefs(partials, refs.sinks, refs.out, refs.lse)
-    program, step = lax.axis_index("program"), kind.geometry.tuning.merge_programs
-    num_items = count.total(Counted.ITEMS, kind, counts)
-
-    @pl.loop(program, total, step=step)
-    def merge_group(number):
-        ordinal = count.search(number, Counted.MERGES, kind, counts)
-        seq = count.sequence_at(ordinal, counts, kind.geometry)
-        sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-        query_tiles = sequences.query_tiles(sequence, kind)
-        group = ptx.RowGroup(
-            number=number - count.before(Counted.MERGES, ordinal, kind, counts),
-            num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
-            first_token=sequence.first_token + sequences.first_query(sequence, kind),
-            query_tiles=query_tiles,
-            heads_together=sequences.heads_together(query_tiles, num_items, kind),
-            splits=count.num_splits(ordinal, kind, counts),
-            first_partial=count.before(Counted.PARTIALS, ordinal, kind, counts),
-        )
-        ptx.merge_rows(row_refs, group, kind)

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import MOST_EXACT, Scalar, at_least, cdiv, quotient
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, pattern_of, rank_of, token_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence
@@ -51,6 +52,8 @@ class Item(NamedTuple):
     context_len: Scalar  # tokens in the cache
     new_origin: Scalar  # the rank of the first token in the first tile of new tokens
     partial: Scalar  # the index of the partial result, or WHOLE
+    first_partial: Scalar  # of all splits of the item, or WHOLE
+    splits: Scalar  # the number of the item's splits
 
 
 class Span(NamedTuple):
@@ -77,17 +80,20 @@ class _Context(NamedTuple):
     num_tiles: Scalar
 
 
+def exists(number: Scalar, counts: Counts, kind: ItemKind) -> Scalar:
+    """Whether there is an item number `number`."""
+    return number < count.total(Counted.ITEMS, kind, counts)
+
+
 def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
-    """Describes item number `number`; its kind is NO_ITEM if there is no such item."""
-    problem = kind.geometry.problem
-    num_items = count.total(Counted.ITEMS, kind, counts)
-    exists = number < num_items
-    ordinal = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    """Describes item number `number`, which exists."""
+    problem, num_items = kind.geometry.problem, count.total(Counted.ITEMS, kind, counts)
+    ordinal = count.search(number, kind, counts)
     seq = count.sequence_at(ordinal, counts, kind.geometry)
-    sequence = sequences.sequence_of(seq, lengths_gmem, problem)
+    sequence = sequences.existing(seq, lengths_gmem)
     splits = count.num_splits(ordinal, kind, counts)
     of_sequence = number - count.before(Counted.ITEMS, ordinal, kind, counts)
-    unsplit = _quotient(of_sequence, splits, kind)
+    unsplit = quotient(of_sequence, splits, kind)
     split = of_sequence - unsplit * splits
     if kind.has_several:
         query_tile, kv_head = _tile_and_head(
@@ -99,13 +105,16 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
     position = sequence.seq_len - sequence.query_len + first
     context = _context(sequence, position, num_tokens, kv_head, kind)
-    tiles_each = _quotient(context.num_tiles + splits - 1, splits, kind)
+    tiles_each = quotient(context.num_tiles + splits - 1, splits, kind)
     first_tile = lax.min(split * tiles_each, context.num_tiles)
-    partial, is_partial = jnp.int32(WHOLE), splits > kind.geometry.splits_of_whole
+    first_partial = jnp.int32(WHOLE)
+    if kind.may_split:
+        before = count.before(Counted.PARTIALS, ordinal, kind, counts) + unsplit * splits
+        first_partial = jnp.where(splits > kind.geometry.splits_of_whole, before, first_partial)
     return Item(
-        kind=jnp.where(exists, kind.code, NO_ITEM),
+        kind=jnp.int32(kind.code),
         kv_head=kv_head,
-        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
+        seq=seq,
         first_token=sequence.first_token + first,
         num_tokens=num_tokens,
         position=position,
@@ -121,9 +130,9 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         ),
         context_len=context.context_len,
         new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
-        partial=jnp.where(is_partial, count.before(Counted.PARTIALS, ordinal, kind, counts) + of_sequence, partial)
-        if kind.may_split
-        else partial,
+        partial=first_partial + split,  # a whole item is its only split
+        first_partial=first_partial,
+        splits=splits,
     )
 
 
@@ -139,16 +148,11 @@ def _tile_and_head(number: Scalar, query_tiles: Scalar, num_items: Scalar, kind:
     heads, first_head = jnp.int32(kind.geometry.problem.num_kv_heads), jnp.int32(0)
     if kind.may_divide_heads:
         together = sequences.heads_together(query_tiles, num_items, kind)
-        group = _quotient(number, together * query_tiles, kind)
+        group = quotient(number, together * query_tiles, kind)
         first_head, number = group * together, number - group * (together * query_tiles)
         heads = lax.min(together, heads - first_head)
-    later_tiles = _quotient(number, heads, kind) if kind.may_divide_heads else lax.div(number, heads)
+    later_tiles = quotient(number, heads, kind) if kind.may_divide_heads else lax.div(number, heads)
     return query_tiles - 1 - later_tiles, first_head + (number - later_tiles * heads)
-
-
-def _quotient(x: Scalar, y: Scalar, kind: ItemKind) -> Scalar:
-    """x // y for numbers of items and of tiles, where x >= 0 and y > 0."""
-    return quotient(x, y) if kind.most_items < MOST_EXACT else lax.div(x, y)
 
 
 def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: Scalar, kind: ItemKind) -> _Context:

@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, 
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
-_ITEM_FIELDS = 16  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
+_ITEM_FIELDS = 20  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
 _OTHER_MEMORY = 12 * 1024  # bytes for barriers, padding and reductions
 
 
@@ -25,8 +25,7 @@ class Counted(enum.IntEnum):
 
     ITEMS = 0  # items; each split counts as one
     PARTIALS = 1  # partial results of split items
-    MERGES = 2  # groups of `Geometry.merged_rows` rows that are merged together
-    SPLITS = 3  # splits of each item
+    SPLITS = 2  # splits of each item
 
 
 class Signal(enum.IntEnum):
@@ -57,14 +56,14 @@ class Counts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays that the ragged kernel reads, and the counters of claims. Absent options have any value."""
+    """The arrays that the ragged kernel reads, and its counters. Absent options have any value."""
 
     query: Ref  # [num_queries, num_heads, head_size]
     key_cache: Ref
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     lengths: Lengths
-    claimed: Ref  # [2], counters of claimed wide items and claimed thin items
+    counters: Ref  # [`Geometry.num_counters`], 0 at first: of claimed items, and of stored partial results of items
     counts: Counts  # the batch's counts, if XLA has counted them
     options: Any  # `OptionArrays` of references; each array has one axis or more
     new_key: Ref = ABSENT  # [num_tokens, num_kv_heads, head_size], in `prefix_attention`
@@ -74,9 +73,9 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The arrays that the ragged kernel writes."""
 
-    out: Ref  # [num_queries, num_heads, head_size]; if all results are partial, only the merge kernel writes it
+    out: Ref  # [num_queries, num_heads, head_size]; if each query has several rows, only the merge kernel writes it
     lse: Ref  # [num_queries, num_heads]
-    counts: Counts  # for the merge kernel, if this kernel counts
+    counts: Counts  # for the merge kernel, if there is one and this kernel counts
     wide_partials: Partials
     thin_partials: Partials
 
@@ -131,7 +130,7 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    claimed: Ref  # [1], the number of the item that was claimed last
+    drawn: Ref  # [3], counts that the loading warpgroup, and each computing one, got when it last increased a counter
     counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
     keys: TileRing
@@ -181,10 +180,9 @@ def outputs(geometry: Geometry) -> Outputs:
     """The types of the arrays that the kernel writes."""
     problem, f32 = geometry.problem, jnp.float32
     counts = Counts(ABSENT, ABSENT, ABSENT)
-    if geometry.tuning.counts_in_kernel:
+    if geometry.merges_copies and geometry.tuning.counts_in_kernel:
         table = jax.ShapeDtypeStruct((2 * len(Counted), geometry.count_columns), jnp.int32)
-        order = jax.ShapeDtypeStruct((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
-        counts = Counts(table, order, ABSENT)
+        counts = Counts(table, ABSENT, ABSENT)
 
     def partials(kind: ItemKind) -> Partials:
         rows = max(kind.num_partials, 1), kind.halves, WGMMA_ROWS
@@ -209,7 +207,7 @@ def scratch(geometry: Geometry) -> Scratch:
     if geometry.converts_tiles:
         raw = plgpu.SMEM((geometry.tuning.tile, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
-        claimed=plgpu.SMEM((1,), jnp.int32),
+        drawn=plgpu.SMEM((3,), jnp.int32),
         counted=counted,
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),

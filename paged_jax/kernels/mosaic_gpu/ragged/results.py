@@ -1,8 +1,8 @@
 """Stores of the ragged kernel: out and lse of a whole item, or the partial result of a split.
 
-Out and lse pass through the query's shared memory; a partial result goes from registers to global memory. In a thin
-item each warpgroup has seen half of the tiles. One hands its softmax over to the other, also through the query's shared
-memory.
+Out and lse pass through the query's shared memory; a partial result goes from registers to global memory. The warpgroup
+that is the last one to store a partial result of its rows merges them all. In a thin item each warpgroup has seen half
+of the tiles. One hands its softmax over to the other, also through the query's shared memory.
 """
 
 import jax.experimental.pallas as pl
@@ -13,8 +13,10 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.registers import exp, layout
+from paged_jax.kernels.mosaic_gpu.ragged import items, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
-from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as counters
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
@@ -46,19 +48,30 @@ def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
     return State(layout(out), layout(both, 1), layout(sums * rescale + weight, 1))
 
 
-def store(
-    item: Item, half: Scalar, rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind
-) -> None:
-    """Stores one half of an item through `results_smem`.
+def store(stage: Scalar, half: Scalar, state: State, out_smem: Ref, refs: Refs, kind: ItemKind) -> None:
+    """Stores one half of the item in a stage through `out_smem`, and releases the description of a wide item.
 
-    Each warpgroup has its own shared memory for lse: while one stores a thin item, the other may store the next item.
+    The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill, which
+    has the latency of memory (benchmarks/LOG.md, "What is spilled").
     """
+    item = items.read(stage, refs.smem)
+    rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+    # Each warpgroup has its own memory for lse: while one stores a thin item, the other may store the next item.
+    results_smem = Results(out_smem, refs.smem.lse.at[lax.axis_index("warpgroup")])
+
+    def finish():
+        if kind.is_wide:
+            items.finish(stage, refs.smem)
 
     def store_whole():
+        finish()  # the following item can be described while results are stored
         _store_whole(rows, state, results_smem, refs, kind)
 
     def store_partial():
         _store_partial(item.partial, half, rows, state, refs, kind)
+        if not kind.geometry.merges_copies:
+            _merge_if_last(stage, half, refs, kind)
+        finish()
 
     if kind.geometry.merges_copies:
         store_partial()
@@ -95,3 +108,21 @@ def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs
     out = layout(out * over_columns(rows.v_scale / end.divisors, out.shape[1]))
     ragged_rows.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
     partials_gmem.log_sums.at[partial, half][...] = layout(end.lse_of_base_2, 1)
+
+
+def _merge_if_last(stage: Scalar, half: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Merges the partial results of one half of an item, if this warpgroup has stored the last one of them.
+
+    They are merged in the order of splits, so the result does not depend on which one is the last.
+    """
+    item = items.read(stage, refs.smem)
+    counter = kind.split_counter(item.first_partial, half)
+    earlier = counters.stored_before(counter, lax.axis_index("warpgroup"), refs)
+
+    @pl.when(earlier == item.splits - 1)
+    def merge_all():
+        item = items.read(stage, refs.smem)
+        rows = softmax.query_rows_of(item, half, kind.geometry)
+        outputs, sinks = refs.outputs_gmem, refs.inputs_gmem.options.per_head.sinks
+        row_refs = merge.RowRefs(outputs.partials(kind), sinks, outputs.out, outputs.lse)
+        merge.merge_item(row_refs, merge.SplitRows(*rows, half, item.first_partial, item.splits), kind)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div, quotient
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
+from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
@@ -32,6 +33,13 @@ def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Seque
     end = starts_gmem[lax.min(index + 1, jnp.int32(num_seqs))]
     seq_len = lengths_gmem.seq_lens[lax.min(index, jnp.int32(num_seqs - 1))]
     return Sequence(start, at_least(end - start, 0), jnp.where(index < num_seqs, seq_len, 0))
+
+
+def existing(index: Scalar, lengths_gmem: Lengths) -> Sequence:
+    """The sequence of this index, which has queries."""
+    starts_gmem = lengths_gmem.query_start_loc
+    start = starts_gmem[index]
+    return Sequence(start, starts_gmem[index + 1] - start, lengths_gmem.seq_lens[index])
 
 
 def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
@@ -59,7 +67,7 @@ def heads_together(query_tiles: Any, num_items: Any, kind: ItemKind) -> Any:
     if not kind.may_divide_heads:
         return jnp.int32(num_kv_heads)
     items = jnp.where(num_items <= _FEW_WAVES * programs, 2 * programs, programs)
-    return -at_least(-at_least(quotient(items, at_least(query_tiles, 1)), 1), -num_kv_heads)
+    return -at_least(-at_least(quotient(items, at_least(query_tiles, 1), kind), 1), -num_kv_heads)
 
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
@@ -84,7 +92,7 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
     """The number of splits of each of a sequence's items, so that a split costs about `share`."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
-    return at_least((cost * (1 / share) + kind.rounded).astype(jnp.int32), 1)
+    return at_least(truncated(cost * reciprocal(share, kind.geometry) + kind.rounded, kind.geometry), 1)
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:

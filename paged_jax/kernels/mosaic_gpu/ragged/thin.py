@@ -19,7 +19,6 @@ from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx_rows
-from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
 
@@ -54,10 +53,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     @pl.when(takes_over)
     def finish():
         whole = results.take_over(state, halves_smem, smem)
-        item = items.read(stage, smem)  # read again, as in `wide.py`
-        rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
-        results_smem = Results(halves_smem.at[0], smem.lse.at[lax.axis_index("warpgroup")])
-        results.store(item, half, rows, whole, results_smem, refs, kind)
+        results.store(stage, half, whole, halves_smem.at[0], refs, kind)
         if kind.geometry.reads_own_queries:
             plgpu.barrier_arrive(smem.signal(Signal.STORED))
 

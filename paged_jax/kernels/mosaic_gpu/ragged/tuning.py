@@ -17,7 +17,7 @@ class Tuning:
           ones.
       least_thin_split: the least target cost of a thin split, if it is less than `least_split`.
       counts_in_kernel: whether each program counts the batch's work in the kernel; otherwise XLA counts it before.
-      merge_programs: thread blocks of the kernel that merges split items.
+      merge_programs: thread blocks of the kernel that merges the rows of each query, if they are several.
     """
 
     num_programs: int

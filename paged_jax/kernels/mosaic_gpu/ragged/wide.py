@@ -23,7 +23,6 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
-from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
 
@@ -42,14 +41,9 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     next_query = queries.read_next(stage, refs, kind.geometry)
     state = softmax.finished(state, rows, kind.geometry)
-    # The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill,
-    # which has the latency of memory (benchmarks/LOG.md, "What is spilled").
-    item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
-    rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
-    results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
-    results.store(item, warpgroup, rows, state, results_smem, refs, kind)
+    warpgroup = lax.axis_index("warpgroup")  # again, so that no register holds it over the loop
+    results.store(stage, warpgroup, state, smem.query.rows.at[query_stage, warpgroup], refs, kind)
     queries.finish(query_stage, next_query, refs, kind.geometry)
-    items.finish(stage, smem)
 
 
 @dataclass(frozen=True)

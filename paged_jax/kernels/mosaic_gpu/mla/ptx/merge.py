@@ -166,7 +166,6 @@ def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: 
     """Loads split `number` of a lane's share. If there is no such split, the logarithm of its sum is -inf."""
     number = add(mul(number, shares(geometry)), task.share)
     exists = less(number, block.num_splits)
-    number = arith.select(exists, number, i32(0))
     # As in `plan.partial_of`: later splits have the first partial result of the queues that follow.
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
     partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
@@ -174,4 +173,4 @@ def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: 
     first_row = arith.muli(as_i64(of_block), i64(WGMMA_ROWS))
     log_sum = hopper_merge.load_log_sum(at, exists, arith.addi(first_row, as_i64(task.row)))
     start = arith.muli(first_row, i64(4 * geometry.problem.head_size))
-    return log_sum, hopper_merge.load_elements(at, arith.addi(start, bytes_of(task.place, 4 * ELEMENTS)))
+    return log_sum, hopper_merge.load_elements(at, exists, arith.addi(start, bytes_of(task.place, 4 * ELEMENTS)))

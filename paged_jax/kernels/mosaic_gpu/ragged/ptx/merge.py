@@ -1,10 +1,13 @@
-"""The merge of a group of rows: each thread merges 4 elements of one row."""
+"""The merge of a split item, or of the rows of a query: each thread merges some elements of a row."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.hopper import merge
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
@@ -12,6 +15,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     add,
     address,
     as_i64,
+    as_index,
+    bytes_of,
     div,
     i32,
     i64,
@@ -22,23 +27,29 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
-_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded together; wide items have few splits
+_IN_FLIGHT = 8  # partial results of a query that are loaded together
+_FEW_SPLITS = 4  # of an item
+_FOR_FEW, _FOR_MANY, _FOR_FEW_ROWS = (4, 4), (4, 6), (1, 16)
+"""How many vectors of 4 elements of its row a thread merges, and how many partial results are loaded together.
+
+With more vectors, fewer threads compute the same weights, and more rows are merged at a time. That is for items of many
+rows. Most of the time of a merge is the latency of L2, and the time to fetch instructions, which run once or twice.
+"""
 
 
-class RowGroup(NamedTuple):
-    """Neighbouring rows (query token, query head) of one sequence, all in split items of one kind."""
+class SplitRows(NamedTuple):
+    """A warpgroup's rows of a split item whose partial results are all stored."""
 
-    number: Scalar  # the group's number in the sequence
-    num_rows: Scalar  # the sequence's rows in split items of this kind
-    first_token: Scalar  # the row of the query that holds the first token of these items
-    query_tiles: Scalar  # the sequence's query tiles of this kind
-    heads_together: Scalar  # kv heads whose items alternate
-    splits: Scalar  # the splits of each item
-    first_partial: Scalar  # the first partial result of the sequence's first item
+    first_token: Scalar  # this field and the next two are as in `rows.QueryRows`
+    num_tokens: Scalar
+    kv_head: Scalar
+    half: Scalar  # which half of the item has these rows
+    first_partial: Scalar
+    splits: Scalar
 
 
 class RowRefs(NamedTuple):
@@ -65,44 +76,78 @@ class Copy(NamedTuple):
 
     is_wide: Scalar  # 1 if the row is in wide items, 0 if it is in thin ones
     token: Scalar  # the row's index among its sequence's query tokens that are in items of this kind
-    query_tiles: Scalar  # as in `RowGroup`, like the other fields
-    heads_together: Scalar
-    splits: Scalar
-    first_partial: Scalar
+    query_tiles: Scalar  # the sequence's query tiles of this kind
+    heads_together: Scalar  # kv heads whose items alternate
+    splits: Scalar  # the splits of each item
+    first_partial: Scalar  # the first partial result of the sequence's first item
 
 
 class _Row(NamedTuple):
-    """The row of a thread. Fields are MLIR values."""
+    """One of a thread's rows of an item. Fields are MLIR values."""
 
-    exists: Any
-    column: Any  # the index of the thread's 4 elements in the row
-    token: Any  # the query token's index in the sequence
+    own: merge.OwnElements
     head: Any
-    partial: Any  # the first partial result of the row's item
     of_partial: Any  # the row's index in each partial result of its item
 
 
-def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
-    """Merges a group of rows."""
-    problem, (leaves, tree) = kind.geometry.problem, jax.tree.flatten(refs)
+def merge_item(refs: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
+    """Merges a warpgroup's rows of a split item, and stores their out and lse."""
+    leaves, tree = jax.tree.flatten(refs)
 
-    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(group))
+    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(rows))
     def merge_own_elements(_, *arguments):
         at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
-        values = RowGroup(*(x.registers.item() for x in arguments[len(leaves) :]))
-        row = _row_of_thread(values, kind)
-        merged = merge.merged(
-            lambda number: _load_partial(at.partials, row, number, values.splits, kind),
-            values.splits,
-            _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT,
-        )
-        sinks = at.sinks if problem.per_head.sinks else ABSENT
-        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
-        index = add(mul(add(values.first_token, row.token), problem.num_heads), row.head)
-        own = merge.OwnElements(row.exists, index, row.column)
-        merge.store(at.out, at.lse, own, out, lse, problem.head_size, problem.query_dtype)
+        values = SplitRows(*(x.registers.item() for x in arguments[len(leaves) :]))
+        _merge_in_a_shape(at, values, kind)
 
-    merge_own_elements(*leaves, *group)
+    merge_own_elements(*leaves, *rows)
+
+
+def _merge_in_a_shape(at: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
+    """Merges the rows in the shape for their number and the splits. Wide items have many rows, and few splits."""
+    few, many, few_rows = (
+        functools.partial(_merge_rows, at, rows, kind, *shape) for shape in (_FOR_FEW, _FOR_MANY, _FOR_FEW_ROWS)
+    )
+    if kind.is_wide:
+        few()
+        return
+    has_few_rows = less(mul(rows.num_tokens, kind.geometry.problem.group), i32(_rows_at_once(1, kind.geometry) + 1))
+    _either(less(i32(_FEW_SPLITS), rows.splits), lambda: _either(has_few_rows, few_rows, many), few)
+
+
+def _either(condition, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Does one thing or the other."""
+    branch = scf.IfOp(condition, [], has_else=True)
+    for block, do in ((branch.then_block, then), (branch.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            do()
+            scf.yield_([])
+
+
+def _merge_rows(at: RowRefs, rows: SplitRows, kind: ItemKind, vectors: int, in_flight: int) -> None:
+    """Merges the rows, each thread so many vectors of one of them at a time."""
+    geometry, problem, threads = kind.geometry, kind.geometry.problem, _threads_of_row(vectors, kind.geometry)
+    sinks = at.sinks if problem.per_head.sinks else ABSENT
+    bounds = i32(0), mul(rows.num_tokens, problem.group), i32(_rows_at_once(vectors, geometry))
+    loop = scf.ForOp(*map(as_index, bounds))  # pyright: ignore[reportCallIssue]
+    with ir.InsertionPoint(loop.body):
+        first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        row = _row_of_thread(first, rows, threads, geometry)
+        load = functools.partial(_load_partial, at.partials, row, rows, vectors, kind)
+        merged = merge.merged(load, rows.splits, in_flight, vectors * merge.ELEMENTS)
+        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
+        merge.store(at.out, at.lse, row.own, out, lse, problem.head_size, problem.query_dtype, threads)
+        scf.yield_([])
+
+
+def _threads_of_row(vectors: int, geometry: Geometry) -> int:
+    """Threads that merge a row of a split item."""
+    return geometry.problem.head_size // (vectors * merge.ELEMENTS)
+
+
+def _rows_at_once(vectors: int, geometry: Geometry) -> int:
+    """Rows of a split item that a warpgroup merges at a time."""
+    return WARPGROUP // _threads_of_row(vectors, geometry)
 
 
 def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: Geometry) -> None:
@@ -127,10 +172,10 @@ def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: G
 
         def load(number):
             exists = less(number, total)
-            partials, index = _find(arith.select(exists, number, i32(0)), sources)
+            partials, index = _find(number, sources)
             return merge.load_partial(partials, exists, index, column, problem.head_size)
 
-        merged = merge.merged(load, total, _THIN_IN_FLIGHT)
+        merged = merge.merged(load, total, _IN_FLIGHT)
         sinks = at.sinks if problem.per_head.sinks else ABSENT
         out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, head)
         merge.store(
@@ -182,37 +227,39 @@ def _find(number, sources: list[_Source]) -> tuple[Partials, Any]:
     return Partials(*partials), index
 
 
-def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
-    """Finds this thread's row."""
-    geometry, problem = kind.geometry, kind.geometry.problem
-    index = thread_index_read_again()
-    lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
-    row = add(mul(group.number, geometry.merged_rows), lane)
-    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, group.num_rows))
+def _row_of_thread(first, rows: SplitRows, threads: int, geometry: Geometry) -> _Row:
+    """Finds this thread's row among those that are merged at a time, from row `first` of an item on."""
+    problem, index = geometry.problem, thread_index_read_again()
+    lane, column = div(index, threads), rem(index, threads)
+    row = add(first, lane)
+    exists = arith.andi(less(lane, i32(WARPGROUP // threads)), less(row, mul(rows.num_tokens, problem.group)))
     row = arith.select(exists, row, i32(0))
-    token, head = div(row, problem.num_heads), rem(row, problem.num_heads)
-    return _Row(exists, column, token, head, *_place_in_partials(token, head, group, kind))
+    head = add(mul(rows.kv_head, problem.group), rem(row, problem.group))
+    place = add(mul(add(rows.first_token, div(row, problem.group)), problem.num_heads), head)
+    return _Row(merge.OwnElements(exists, place, column), head, row)
 
 
-def _place_in_partials(token, head, group: RowGroup | Copy, kind: ItemKind) -> tuple[Any, Any]:
+def _place_in_partials(token, head, copy: Copy, kind: ItemKind) -> tuple[Any, Any]:
     """The first partial result of the item of a token and a head, and the index of their row in it."""
     geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
     half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
     of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
-    first_head = arith.muli(arith.divui(kv_head, group.heads_together), group.heads_together)
-    heads = arith.minsi(group.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
-    later_tiles = arith.subi(arith.subi(group.query_tiles, i32(1)), tile)  # the last query tile comes first
+    first_head = arith.muli(arith.divui(kv_head, copy.heads_together), copy.heads_together)
+    heads = arith.minsi(copy.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
+    later_tiles = arith.subi(arith.subi(copy.query_tiles, i32(1)), tile)  # the last query tile comes first
     of_group = add(arith.muli(later_tiles, heads), arith.subi(kv_head, first_head))
-    item = add(arith.muli(first_head, group.query_tiles), of_group)
-    return add(group.first_partial, arith.muli(item, group.splits)), of_partial
+    item = add(arith.muli(first_head, copy.query_tiles), of_group)
+    return add(copy.first_partial, arith.muli(item, copy.splits)), of_partial
 
 
-def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
+def _load_partial(at: Partials, row: _Row, rows: SplitRows, vectors: int, kind: ItemKind, number) -> tuple[Any, list]:
     """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such partial result."""
-    exists = less(number, splits)
-    number = arith.select(exists, number, i32(0))
-    rows = kind.halves * WGMMA_ROWS
-    index = arith.addi(arith.muli(as_i64(add(row.partial, number)), i64(rows)), as_i64(row.of_partial))
-    return merge.load_partial(at, exists, index, row.column, kind.geometry.problem.head_size)
+    exists = arith.andi(row.own.exists, less(number, rows.splits))
+    half = as_i64(add(mul(add(rows.first_partial, number), kind.halves), rows.half))
+    index = arith.addi(arith.muli(half, i64(WGMMA_ROWS)), as_i64(row.of_partial))
+    start = arith.addi(arith.muli(index, i64(4 * kind.geometry.problem.head_size)), bytes_of(row.own.column, 16))
+    step = 16 * _threads_of_row(vectors, kind.geometry)
+    loaded = [merge.load_elements(at, exists, arith.addi(start, i64(i * step))) for i in range(vectors)]
+    return merge.load_log_sum(at, exists, index), [x for vector in loaded for x in vector]

@@ -338,12 +338,10 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
     if all_rows:
         num_rows = mul(div(add(num_rows, i32(_ROWS_OF_WARP - 1)), _ROWS_OF_WARP), _ROWS_OF_WARP)
     steps = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
-    bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), steps, i32(1))]
-    loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]
+    loop = scf.ForOp(i32(0), steps, i32(1))  # pyright: ignore[reportCallIssue]
     with ir.InsertionPoint(loop.body):
         assembly('.pragma "nounroll";', "")
-        step = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        chunk = add(thread_index_read_again(), mul(step, WARPGROUP))
+        chunk = add(thread_index_read_again(), mul(loop.induction_variable, WARPGROUP))
         do_chunk(div(chunk, chunks_per_row), rem(chunk, chunks_per_row))
         scf.yield_([])
 

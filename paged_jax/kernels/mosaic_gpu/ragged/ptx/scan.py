@@ -19,7 +19,6 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     address,
     array,
     as_i32,
-    as_index,
     assembly,
     bytes_of,
     div,
@@ -55,7 +54,7 @@ def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
         at = add(address(values_gmem), bytes_of(index, 4))
         word = ir.IntegerType.get_signless(32)
         value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
-        return _of_threads(value)
+        return of_threads(value)
 
     return load(values_gmem, indices)
 
@@ -73,46 +72,86 @@ def totals(arrays: dict[int, Array], sums_smem: Ref) -> list[Any]:
         is_first = arith.cmpi(arith.CmpIPredicate.eq, rem(index, WARP), i32(0))
         for row, x in zip(rows, arrays, strict=True):
             of_warp = _sum_of_warp(element(x.registers.item(), 0))
-            _store(add(base, mul(add(div(index, WARP), i32(row * columns)), 4)), of_warp, is_first)
+            store_word(add(base, mul(add(div(index, WARP), i32(row * columns)), 4)), of_warp, is_first)
         mgpu.warpgroup_barrier()
 
     store(sums_smem, *arrays.values())
     return [functools.reduce(operator.add, [sums_smem[row, warp] for warp in range(_WARPS)]) for row in rows]
 
 
-def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
+def used(rows: int, sums_smem: Ref) -> Scalar:
+    """The number of threads up to the end of the last warp with a sum above 0, in the first `rows` rows."""
+    found = jnp.int32(WARP)
+    for warp in range(1, _WARPS):
+        of_warp = functools.reduce(operator.add, [sums_smem[row, warp] for row in range(rows)])
+        found = jnp.where(of_warp > 0, jnp.int32(WARP * (warp + 1)), found)
+    return found
+
+
+def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int, packs: bool) -> None:
     """Stores each array's exclusive prefix sums in `sums_smem`, from column `first` on. The array's key is the row.
 
     If `first` is not 0, column `first` already holds the sum of all earlier elements, which is added. The column after
     the elements gets the total. The last four columns hold sums of warps. The warpgroup sees the sums when this
-    returns.
+    returns. With `packs`, no total needs more than 16 bits, so two arrays are summed in one integer.
     """
     columns, rows = sums_smem.shape[1], list(arrays)
 
     @inline(plgpu.RefType(), *[LAYOUT] * len(arrays))
     def store(_, sums_smem, *arrays):
-        values = [element(x.registers.item(), 0) for x in arrays]
         base, index = address(sums_smem), thread_index_read_again()
         lane, warp = rem(index, WARP), div(index, WARP)
+        groups = [rows[i : i + 2] for i in range(0, len(rows), 2)] if packs else [[row] for row in rows]
 
         def place(row: int, column):
-            return add(base, mul(add(column, i32(rows[row] * columns)), 4))
+            return add(base, mul(add(column, i32(row * columns)), 4))
 
-        sums = [_sums_in_warp(x) for x in values]
+        def packed(of_rows):
+            low, *high = of_rows
+            return arith.ori(low, arith.shli(high[0], i32(16))) if high else low
+
+        def unpacked(x, count: int):
+            return [arith.andi(x, i32(0xFFFF)), arith.shrui(x, i32(16))] if count == 2 else [x]
+
+        of_row = dict(zip(rows, (element(x.registers.item(), 0) for x in arrays), strict=True))
+        values = [packed([of_row[row] for row in group]) for group in groups]
+        sums = [sums_in_lanes(x) for x in values]
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, index, i32(0))
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
-        for row, x in enumerate(sums):  # the last lane of each warp has the warp's sum
-            _store(place(row, add(warp, i32(columns - _WARPS))), x, is_last)
-        before = [_load(place(row, i32(first))) if first else i32(0) for row in range(len(rows))]
+        for group, x in zip(groups, sums, strict=True):  # the last lane of each warp has the warp's sum
+            store_word(place(group[0], add(warp, i32(columns - _WARPS))), x, is_last)
+        before = [packed([_load(place(row, i32(first))) for row in group]) if first else i32(0) for group in groups]
         mgpu.warpgroup_barrier()  # all threads have read column `first`
-        of_warps = [[_load(place(row, i32(columns - _WARPS + i))) for i in range(_WARPS)] for row in range(len(rows))]
-        for row, (value, inclusive) in enumerate(zip(values, sums, strict=True)):
-            start, total = _before_warp(before[row], of_warps[row], warp)
-            exclusive = arith.subi(inclusive, value)
-            _store(place(row, add(index, i32(first))), add(start, exclusive))
-            _store(place(row, i32(first + WARPGROUP)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
+        for group, value, inclusive, earlier in zip(groups, values, sums, before, strict=True):
+            of_warps = [_load(place(group[0], i32(columns - _WARPS + i))) for i in range(_WARPS)]
+            start, total = _before_warp(earlier, of_warps, warp)
+            own = unpacked(add(start, arith.subi(inclusive, value)), len(group))
+            for row, x, of_all in zip(group, own, unpacked(total, len(group)), strict=True):
+                store_word(place(row, add(index, i32(first))), x)
+                store_word(place(row, i32(first + WARPGROUP)), of_all, is_first)
         mgpu.warpgroup_barrier()
 
     store(sums_smem, *arrays.values())
+
+
+def extend(rows: list[int], sums_smem: Ref) -> None:
+    """Copies the total after the first 128 elements to all later columns: the other elements are 0.
+
+    The warpgroup sees the sums when this returns.
+    """
+    columns = sums_smem.shape[1]
+
+    @inline(plgpu.RefType())
+    def store(_, sums_smem):
+        base, index = address(sums_smem), thread_index_read_again()
+        for row in rows:
+            of_row = add(base, i32(4 * (row * columns + WARPGROUP)))
+            total, first = _load(of_row), add(of_row, mul(index, 4))
+            for column in range(1, columns - WARPGROUP - _WARPS, WARPGROUP):
+                store_word(add(first, i32(4 * column)), total)
+        mgpu.warpgroup_barrier()
+
+    store(sums_smem)
 
 
 def store(arrays: dict[int, Array], arrays_smem: Ref, first: int) -> None:
@@ -123,30 +162,42 @@ def store(arrays: dict[int, Array], arrays_smem: Ref, first: int) -> None:
     def put(_, arrays_smem, *arrays):
         base, index = address(arrays_smem), thread_index_read_again()
         for row, x in zip(rows, arrays, strict=True):
-            _store(add(base, mul(add(index, i32(row * columns + first)), 4)), element(x.registers.item(), 0))
+            store_word(add(base, mul(add(index, i32(row * columns + first)), 4)), element(x.registers.item(), 0))
 
     put(arrays_smem, *arrays.values())
 
 
-def places_largest_first(values: Array, values_smem: Ref, count: int) -> Array:
+def places_largest_first(values: Array, values_smem: Ref, count: Scalar) -> Array:
     """The place of each value >= 0 in an order with the largest value first, and equal values by index.
 
-    Values of 2 ** 22 and more count as equal. All values from index `count` on must be 0.
+    Values of 2 ** 22 and more count as equal. All values from index `count` on must be 0, which is a multiple of 32.
     """
-    compared = -(-count // _AT_ONCE) * _AT_ONCE
 
-    @inline(plgpu.RefType(), LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
-    def compute(_, values_smem, values):
+    @inline(plgpu.RefType(), LAYOUT, SCALAR, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def compute(_, values_smem, values, count):
+        compared = count.registers.item()
         index, base = thread_index_read_again(), address(values_smem)
         value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
         # The index makes values unique: of two equal ones, the smaller index comes first.
         unique = arith.subi(mul(value, WARPGROUP), index)
-        _store(add(base, mul(index, 4)), unique)
+        store_word(add(base, mul(index, 4)), unique)
         mgpu.warpgroup_barrier()
         place = _number_larger(unique, base, compared)
-        return _of_threads(arith.select(less(index, i32(compared)), place, index))  # the others keep their places
+        return of_threads(arith.select(less(index, compared), place, index))  # the others keep their places
 
-    return compute(values_smem, values)
+    return compute(values_smem, values, count)
+
+
+def keep(arrays: dict[int, Array], arrays_smem: Ref, order_smem: Ref) -> None:
+    """Stores each thread's elements in its own column of the rows of `arrays_smem`, and its index in `order_smem`."""
+    store(arrays, arrays_smem, 0)
+
+    @inline(plgpu.RefType())
+    def store_order(_, order_smem):
+        index = thread_index_read_again()
+        store_word(add(address(order_smem), mul(index, 4)), index)
+
+    store_order(order_smem)
 
 
 def moved(arrays: dict[int, Array], places: Array, arrays_smem: Ref, order_smem: Ref) -> list[Array]:
@@ -159,16 +210,16 @@ def moved(arrays: dict[int, Array], places: Array, arrays_smem: Ref, order_smem:
     @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT, *[LAYOUT] * len(arrays))
     def store(_, arrays_smem, order_smem, places, *arrays):
         place = mul(element(places.registers.item(), 0), 4)
-        _store(add(address(order_smem), place), thread_index_read_again())
+        store_word(add(address(order_smem), place), thread_index_read_again())
         for row, x in zip(rows, arrays, strict=True):
-            _store(add(address(arrays_smem), add(place, i32(4 * row * columns))), element(x.registers.item(), 0))
+            store_word(add(address(arrays_smem), add(place, i32(4 * row * columns))), element(x.registers.item(), 0))
         mgpu.warpgroup_barrier()
 
     def load(row):
         @inline(plgpu.RefType(), returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
         def own(_, arrays_smem):
             column = add(thread_index_read_again(), i32(row * columns))
-            return _of_threads(_load(add(address(arrays_smem), mul(column, 4))))
+            return of_threads(_load(add(address(arrays_smem), mul(column, 4))))
 
         return own(arrays_smem)
 
@@ -194,41 +245,53 @@ def copy_columns(from_smem: Ref, to_gmem: Ref, count: int) -> None:
 
 
 def number_at_most(sums_ref: Ref, row: int, last: int, number: Scalar) -> Scalar:
-    """Counts the elements of columns 1 <= column <= `last` in a row that are at most `number`.
+    """Counts the elements of columns 1 <= column <= `last` in a row that are at most `number`; the row is sorted.
 
-    Each warp looks at 32 columns at a time. The reference is to shared or to global memory; a vector is row 0.
+    Each warp looks at 32 columns at a time, and at those after the first 128 only if these are all counted. The
+    reference is to shared or to global memory; a vector is row 0.
     """
 
     @inline(plgpu.RefType(), SCALAR, returns=(), dtype="int32", layout=SCALAR)
     def count(_, sums_ref, number):
         at, lane = address(sums_ref), rem(thread_index_read_again(), WARP)
-        is_global, found = at.type.width == 64, i32(0)
-        for first in range(1, last + 1, WARP):
-            column = add(lane, i32(first + row * sums_ref.type.shape[-1]))
-            place = add(at, bytes_of(column, 4) if is_global else mul(column, 4))
-            code = """{ .reg .pred exists; .reg .b32 other; setp.lt.s32 exists, $2, $4; mov.b32 other, 0x7fffffff;
-            @exists ld.SPACE.b32 other, [$1]; setp.le.and.s32 exists, other, $3, exists;
-            vote.sync.ballot.b32 other, exists, 0xffffffff; popc.b32 $0, other; }"""
-            code = code.replace("SPACE", "global" if is_global else "shared")
-            word = ir.IntegerType.get_signless(32)
-            operands = place, lane, number.registers.item(), i32(last + 1 - first)
-            constraints = f"=&r,{'l' if is_global else 'r'},r,r,r,~{{memory}}"
-            found = add(found, llvm.inline_asm(word, operands, code, constraints, has_side_effects=True))
+        is_global, word = at.type.width == 64, ir.IntegerType.get_signless(32)
+
+        def count_in(columns, found):
+            for first in columns:
+                column = add(lane, i32(first + row * sums_ref.type.shape[-1]))
+                place = add(at, bytes_of(column, 4) if is_global else mul(column, 4))
+                code = """{ .reg .pred exists; .reg .b32 other; setp.lt.s32 exists, $2, $4; mov.b32 other, 0x7fffffff;
+                @exists ld.SPACE.b32 other, [$1]; setp.le.and.s32 exists, other, $3, exists;
+                vote.sync.ballot.b32 other, exists, 0xffffffff; popc.b32 $0, other; }"""
+                code = code.replace("SPACE", "global" if is_global else "shared")
+                operands = place, lane, number.registers.item(), i32(last + 1 - first)
+                constraints = f"=&r,{'l' if is_global else 'r'},r,r,r,~{{memory}}"
+                found = add(found, llvm.inline_asm(word, operands, code, constraints, has_side_effects=True))
+            return found
+
+        found = count_in(range(1, min(last, WARPGROUP) + 1, WARP), i32(0))
+        if last > WARPGROUP:
+            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, found, i32(WARPGROUP)), [word], has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                scf.yield_([count_in(range(WARPGROUP + 1, last + 1, WARP), found)])
+            with ir.InsertionPoint(branch.else_block):  # pyright: ignore[reportCallIssue, reportArgumentType]
+                scf.yield_([found])
+            found = branch.results[0]
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     return count(sums_ref, number)
 
 
-def _number_larger(value, base, count: int):
+def _number_larger(value, base, count):
     """Counts those of the `count` integers at address `base` that are larger than `value`.
 
     It adds up the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and
     each would wait 20 cycles for the one before (benchmarks/LOG.md, "The longest first").
     """
-    begin, end, step = (as_index(i32(n)) for n in (0, count, _AT_ONCE))
-    loop = scf.ForOp(begin, end, step, [i32(0)])
+    loop = scf.ForOp(i32(0), count, i32(_AT_ONCE), [i32(0)])
     with ir.InsertionPoint(loop.body):
-        first = add(base, mul(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), 4))
+        assembly('.pragma "nounroll";', "")
+        first = add(base, mul(loop.induction_variable, 4))
         [number] = loop.inner_iter_args
         for i in range(_AT_ONCE):
             number = add(number, arith.shrui(arith.subi(value, _load(add(first, i32(4 * i)))), i32(31)))
@@ -246,7 +309,7 @@ def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
     return start, total
 
 
-def _sums_in_warp(x):
+def sums_in_lanes(x):
     """Inclusive prefix sums of integers over the lanes of a warp."""
     code = """{ .reg .b32 earlier; .reg .pred reaches; mov.b32 $0, $1;
     shfl.sync.up.b32 earlier|reaches, $1, DISTANCE, 0, 0xffffffff; @reaches add.s32 $0, $1, earlier; }"""
@@ -259,17 +322,22 @@ def _sums_in_warp(x):
 def _sum_of_warp(x):
     """The sum of a float32, or of an integer, over the lanes of a warp, as a float32."""
     if not isinstance(x.type, ir.F32Type):
-        total = llvm.inline_asm(x.type, [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
-        return arith.sitofp(ir.F32Type.get(), total)
+        return arith.sitofp(ir.F32Type.get(), integer_sum_of_warp(x))
     for distance in (1, 2, 4, 8, 16):
         x = arith.addf(x, mgpu.utils.shfl_bfly(x, distance))
     return x
 
 
-def _of_threads(value):
-    """An array with an integer of each thread."""
+def integer_sum_of_warp(x):
+    """The sum of an integer over the lanes of a warp."""
+    return llvm.inline_asm(x.type, [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
+
+
+def of_threads(value):
+    """An array with an integer, or a float32, of each thread."""
     registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), value.type), value), object)
-    return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed=True)
+    is_signed = None if isinstance(value.type, ir.F32Type) else True
+    return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed)
 
 
 def _load(at):
@@ -277,7 +345,7 @@ def _load(at):
     return llvm.inline_asm(word, [at], "ld.shared.b32 $0, [$1];", "=r,r,~{memory}", has_side_effects=True)
 
 
-def _store(at, x, where=None) -> None:
+def store_word(at, x, where=None) -> None:
     letter = "f" if isinstance(x.type, ir.F32Type) else "r"
     if where is None:
         assembly("st.shared.b32 [$0], $1;", f"r,{letter}", at, x)
