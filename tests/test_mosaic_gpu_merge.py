@@ -65,18 +65,27 @@ def scalars(*values):
 
 
 @pytest.mark.parametrize(
-    ("of_kind", "half", "num_tokens", "splits", "has_sinks"),
-    [(0, 0, 16, 6, False), (0, 1, 5, 3, True), (1, 0, 13, 11, False), (1, 0, 1, 2, True), (1, 0, 2, 19, True)],
-    ids=["wide", "wide-second-half", "thin", "thin-one-query", "thin-few-rows-many-splits"],
+    ("of_kind", "half", "num_tokens", "splits", "has_sinks", "head_size"),
+    [
+        (0, 0, 16, 6, False, 64),
+        (0, 1, 5, 3, True, 128),
+        (1, 0, 13, 11, False, 80),
+        (1, 0, 16, 4, True, 96),
+        (1, 0, 1, 2, True, 256),
+        (1, 0, 2, 19, True, 64),
+        (1, 0, 1, 33, False, 128),
+    ],
+    ids=["wide", "wide-second-half", "many-splits", "many-rows", "one-query", "few-rows", "few-rows-three-times"],
 )
-def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_sinks):
+def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_sinks, head_size):
+    """Threads share rows of any size, and the rows and splits are loaded in as many steps as they need."""
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
-    geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
+    geometry, *_ = planned((40,), (900,), 8, 2, head_size, None, options=options, num_programs=4)
     kind, problem = geometry.kinds[of_kind], geometry.problem
     first_token, first_partial, kv_head = 2, 3, 1
-    out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.halves, 64), 64)
+    out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.halves, 64), head_size)
     log_sums[:, half, 1] = -np.inf  # a row that sees no token at all
-    shape = first_token + num_tokens + 2, 8, 64
+    shape = first_token + num_tokens + 2, 8, head_size
     refs = ragged_merge.RowRefs(
         Partials(gpu.put(out), gpu.put(log_sums)),
         gpu.put(SINKS) if has_sinks else None,
