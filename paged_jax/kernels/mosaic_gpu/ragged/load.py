@@ -103,7 +103,8 @@ class _ItemLoader:
         end = lax.while_loop(lambda step: step.goes_on, self._take_item, start)
         # Tiles of the other kind use the same shared memory, but other barriers.
         barriers = self.refs.smem.barriers(self.kind)
-        _drain(end.tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
+        _drain(end.tiles_before, barriers.keys_consumed, stages=self.kind.key_stages)
+        _drain(end.tiles_before, barriers.values_consumed, stages=self.kind.stages)
         return end.items_before
 
     def _take_item(self, step: _Step) -> _Step:
