@@ -301,8 +301,13 @@ class ItemKind:
 
     @property
     def raw_stages(self) -> int:
-        """Raw tiles that shared memory holds before their conversion; those of K and of V alternate."""
-        return self.geometry.tuning.raw_tiles * self.tiles_per_wide_tile
+        """Raw tiles that shared memory holds before their conversion; those of K and of V alternate.
+
+        Wide items, which computing warpgroups bound, use one of K and one of V: the code of a ring of three costs them
+        1%.
+        """
+        raw_tiles = self.geometry.tuning.raw_tiles
+        return (2 if self.is_wide else raw_tiles) * self.tiles_per_wide_tile
 
     @property
     def prefetches(self) -> bool:

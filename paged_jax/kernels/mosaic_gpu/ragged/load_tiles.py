@@ -303,7 +303,7 @@ class TileLoader:
         """Converts a warp's runs of a tile, and starts the copies from these blocks that overwrite the raw runs."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
-        first_row = self._first_own_row()
+        first_row = first_run * self.kind.run_tokens  # a warp's index would be spilled, and read again for each tile
         for cache in self._caches:
             following = number + self._following(cache)[1]
             raw_smem, arrived = self._raw(cache, number)
