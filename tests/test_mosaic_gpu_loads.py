@@ -270,8 +270,14 @@ def _loaded(item, kind, caches, table):
         own = own_rows(first_row)
         tile_smem.array[own] = np.where(unseen[own], 0, tile_smem.array[own])
 
-    def convert_rows(raw_smem, tile_smem, first_row, _):
-        tile_smem.array[own_rows(first_row)] = raw_smem.array[own_rows(first_row)]
+    def read_raw(raw_smem, first_row, _):
+        return raw_smem.array[own_rows(first_row)].copy()
+
+    def write_converted(words, tile_smem, first_row, _):
+        tile_smem.array[own_rows(first_row)] = words
+
+    def convert_rows(raw_smem, tile_smem, first_row, kind):
+        write_converted(read_raw(raw_smem, first_row, kind), tile_smem, first_row, kind)
 
     def axis_index(name):
         assert name == "warp"
@@ -281,6 +287,8 @@ def _loaded(item, kind, caches, table):
         mock.patch.object(load_tiles, "_as_warps", by_warps),
         mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
         mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
+        mock.patch.object(load_tiles.tiles, "read_raw", read_raw),
+        mock.patch.object(load_tiles.tiles, "write_converted", write_converted),
         mock.patch.object(jax.lax, "axis_index", axis_index),
     ):
         if kind.geometry.converts_tiles:

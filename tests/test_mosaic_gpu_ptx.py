@@ -320,8 +320,11 @@ def test_rows_are_zeroed_by_who_reads_them(gpu, head_size):
 
 @pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize(("head_size", "of_kind"), [(64, 1), (80, 0), (96, 0), (128, 1), (192, 0)])
-def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
+@pytest.mark.parametrize(
+    ("head_size", "of_kind", "at_once"),
+    [(64, 1, True), (80, 0, False), (96, 0, True), (128, 1, True), (128, 1, False), (192, 0, False)],
+)
+def test_converted_rows(gpu, head_size, of_kind, at_once, cache_dtype, operand_dtype):
     options = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
     others = {"prefix": operand_dtype == "bfloat16", "cache_dtype": cache_dtype, "options": options}
     kind = kinds_of(head_size, **others)[of_kind]
@@ -331,14 +334,23 @@ def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     raw_smem = gpu.put(raw, SHARED)
     tile = gpu.empty((kind.tile, head_size), dtype_of(operand_dtype), SHARED)
     first_rows = OfWarps([kind.rows_of_warp * warp for warp in range(4)])
-    tiles.convert_rows(raw_smem, tile, first_rows, kind)
+
+    def overwrite():  # as later copies may do
+        first_words = raw_smem.address + np.repeat(first_rows.values, 32) * head_size
+        zeros = np.zeros((THREADS, 4), np.uint8)
+        gpu.memories[SHARED].store(first_words, zeros, np.arange(THREADS) % 32 == 7)
+
+    if at_once:
+        words = tiles.read_raw(raw_smem, first_rows, kind)
+        overwrite()
+        tiles.write_converted(words, tile, first_rows, kind)
+    else:
+        tiles.convert_rows(raw_smem, tile, first_rows, kind)
+        overwrite()
     assert gpu.is_fenced == kind.is_wide
     rows.see_copies()
     assert gpu.is_fenced
     assert_swizzled(tile, raw.astype(dtype_of(operand_dtype)))
-    first_words = raw_smem.address + np.repeat(first_rows.values, 32) * head_size
-    zeros = np.zeros((THREADS, 4), np.uint8)
-    gpu.memories[SHARED].store(first_words, zeros, np.arange(THREADS) % 32 == 7)  # later copies may overwrite the bytes
 
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])

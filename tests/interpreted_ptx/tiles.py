@@ -28,8 +28,17 @@ def zero_rows_from(tile_smem, end, kind):
 
 
 def convert_rows(raw_smem, tile_smem, first_row, kind):
-    own = pl.ds(first_row, kind.rows_of_warp)
-    tile_smem[own] = raw_smem[own].astype(tile_smem.dtype)
+    write_converted(read_raw(raw_smem, first_row, kind), tile_smem, first_row, kind)
+
+
+def read_raw(raw_smem, first_row, kind):
+    words = raw_smem[pl.ds(first_row, kind.rows_of_warp)]
+    plgpu.commit_smem()  # a copy may overwrite them
+    return words
+
+
+def write_converted(words, tile_smem, first_row, kind):
+    tile_smem[pl.ds(first_row, kind.rows_of_warp)] = words.astype(tile_smem.dtype)
     plgpu.commit_smem()
 
 

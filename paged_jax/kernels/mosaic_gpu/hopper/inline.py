@@ -17,10 +17,19 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 _SHARED_MEMORY = 3  # the address space of shared memory
 
 
-def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """Decorates a function of MLIR values, so that kernels can call it. Its result, if any, has shape `returns`."""
+def inline(
+    *arg_types: Any,
+    returns: Any = None,
+    dtype: str = "float16",
+    layout: Any = plgpu.Layout.WGMMA,
+    results: int | None = None,
+) -> Any:
+    """Decorates a function of MLIR values, so that kernels can call it.
+
+    Its result, if any, has shape `returns`. With `results`, it is a tuple of so many of them.
+    """
     result = None if returns is None else plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout)
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result if results is None else (result,) * results)
 
 
 def array(registers: np.ndarray, layout: Any, shape, is_signed: bool | None = None):

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Granularity, Problem
 
@@ -343,6 +343,11 @@ class ItemKind:
     def rows_of_warp(self) -> int:
         """Rows of a tile that the runs of one loading warp fill."""
         return self.tile // LOADING_WARPS
+
+    @property
+    def chunks_of_lane(self) -> int:
+        """Chunks of eight bytes that each lane converts of a warp's rows of 8 bits."""
+        return self.rows_of_warp * self.geometry.problem.head_size // (8 * WARP)
 
     @property
     def segment_tokens(self) -> int:

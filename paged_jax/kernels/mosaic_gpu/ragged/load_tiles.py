@@ -305,21 +305,31 @@ class TileLoader:
         is_reused = self.tiles_before + number >= self.kind.stages
         first_row = first_run * self.kind.run_tokens  # a warp's index would be spilled, and read again for each tile
         for cache in self._caches:
-            following = number + self._following(cache)[1]
-            raw_smem, arrived = self._raw(cache, number)
-            plgpu.barrier_wait(arrived)
-            pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
+            (next_cache, ahead), (raw_smem, arrived) = self._following(cache), self._raw(cache, number)
+            next_blocks = earlier if earlier and cache.is_keys else blocks
+            copy_runs = functools.partial(
+                self._copy_own_runs, next_cache, number + ahead, raw_smem, arrived, first_run, next_blocks
+            )
+            copy_next = functools.partial(pl.when(number + ahead < self.item.cached_tiles), copy_runs)
+            wait_for_stage = functools.partial(
+                pl.when(is_reused), lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage])
+            )
             tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
-            tiles.convert_rows(raw_smem, tile_smem, first_row, self.kind)
+            plgpu.barrier_wait(arrived)
+            if self.kind.is_wide:
+                wait_for_stage()
+                tiles.convert_rows(raw_smem, tile_smem, first_row, self.kind)
+            else:  # whatever keeps this warp from converting, the next copy is under way
+                words = tiles.read_raw(raw_smem, first_row, self.kind)
+                copy_next()
+                wait_for_stage()
+                tiles.write_converted(words, tile_smem, first_row, self.kind)
             if not cache.is_keys:
                 is_partial = number >= plan.num_whole_tiles(self.item, self.kind)
                 pl.when(is_partial)(functools.partial(self._zero_own_rows, number, tile_smem, first_row))
             plgpu.barrier_arrive(cache.ring.ready.at[stage])
-
-            @pl.when(following < self.item.cached_tiles)
-            def copy_next(cache=cache, following=following, raw_smem=raw_smem, arrived=arrived):
-                of_following = earlier if earlier and cache.is_keys else blocks
-                self._copy_own_runs(self._following(cache)[0], following, raw_smem, arrived, first_run, of_following)
+            if self.kind.is_wide:
+                copy_next()
 
     def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
         """Prefetches a warp's runs of a tile into L2, if the item has that tile."""

@@ -1,7 +1,7 @@
 """The loading warpgroup's work on tiles, except copies by TMA, in PTX.
 
 Rows of a tile have the layout of `rows.py`. All threads of the warpgroup take part in each function, except in
-`zero_rows` and `convert_rows`, which one warp calls.
+`zero_rows` and those that convert rows, which one warp calls.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from paged_jax.kernels.mosaic_gpu.hopper.convert import CONVERT
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
@@ -47,7 +47,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 
-_CHUNKS_AT_ONCE = 8  # chunks that a thread converts together, so that their loads overlap
+_CHUNKS_AT_ONCE = 8  # chunks that a lane converts together, so that their loads overlap
 
 
 class Range(NamedTuple):
@@ -134,67 +134,104 @@ def _zero_row(tile_smem, row, stays, problem: Problem) -> None:
 
 
 def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
-    """Converts a warp's rows of a tile from 8 to 16 bits, exactly. A lane converts 8 bytes to 16 at a time.
+    """Converts a warp's rows of a tile from 8 to 16 bits, exactly, a few chunks at a time.
 
     Products see a wide item's rows after a barrier, and a thin one's after a barrier and `see_copies`: the loading
     warps bound thin items, the computing ones wide items (benchmarks/LOG.md, "Ragged attention over 8 bits on Hopper").
     """
-    problem = kind.geometry.problem
-    row_bytes = 2 * problem.head_size
-    chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
-    # The swizzle repeats every 8 rows. So if two chunks of a lane are `period` apart, their offsets differ by a
-    # constant.
-    period = math.lcm(8 * row_bytes, step) // step
-    batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
 
-    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR)
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(kind.geometry.problem)), SCALAR)
     def convert(_, raw_smem, tile_smem, first_row):
-        lane, first_row = rem(thread_index_read_again(), WARP), first_row.registers.item()
-        first_raw = add(address(raw_smem), add(mul(first_row, row_bytes // 2), mul(lane, CHUNK // 2)))
-
-        def place_in_tile(i: int):
-            chunk = add(lane, i32(WARP * i))
-            row = add(first_row, div(chunk, chunks_per_row))
-            return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
-
-        for batch in batches:
-            places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
-            assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
-        if kind.is_wide:
-            assembly("fence.proxy.async.shared::cta;", "")
-        mgpu.utils.warp_barrier()  # later copies may overwrite what other lanes have read
+        first_row = first_row.registers.item()
+        for chunks in itertools.batched(range(kind.chunks_of_lane), _CHUNKS_AT_ONCE):
+            _write_chunks(_read_chunks(raw_smem, first_row, chunks, kind), tile_smem, first_row, chunks, kind)
+        _finish_rows(kind)  # later copies may overwrite what other lanes have read
 
     convert(raw_smem, tile_smem, first_row)
 
 
-def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
-    """PTX that converts these chunks of a lane.
+def read_raw(raw_smem: Ref, first_row: Scalar, kind: ItemKind) -> Any:
+    """Reads all of a warp's raw rows into registers. As soon as it returns, copies may overwrite the rows."""
 
-    It loads the bytes of all chunks before it stores the first result. Otherwise each chunk would wait for the previous
-    one, because ptxas cannot know that stores do not alias later loads (benchmarks/LOG.md, "Between
-    items").
+    @inline(plgpu.RefType(), SCALAR, returns=(), dtype="int32", layout=SCALAR, results=2 * kind.chunks_of_lane)
+    def read(_, raw_smem, first_row):
+        words = _read_chunks(raw_smem, first_row.registers.item(), range(kind.chunks_of_lane), kind)
+        mgpu.utils.warp_barrier()
+        return tuple(mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in words)
 
-    The operands are addresses in shared memory: one destination for each residue of these chunks modulo `period`, and
-    then the source of the lane's first raw chunk.
+    return read(raw_smem, first_row)
+
+
+def write_converted(words: Any, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
+    """Converts what `read_raw` has read, and writes it to a warp's rows of a tile, as `convert_rows` does."""
+
+    @inline(plgpu.RefType(operand_transforms(kind.geometry.problem)), *[SCALAR] * (2 * kind.chunks_of_lane + 1))
+    def write(_, tile_smem, first_row, *words):
+        words = [word.registers.item() for word in words]
+        _write_chunks(words, tile_smem, first_row.registers.item(), range(kind.chunks_of_lane), kind)
+        _finish_rows(kind)
+
+    write(tile_smem, first_row, *words)
+
+
+def _read_chunks(raw_smem, first_row, chunks: Sequence[int], kind: ItemKind) -> list:
+    """Reads a lane's bytes of these chunks of a warp's raw rows: two words of each.
+
+    All of them are read before the first result is stored. Otherwise each chunk would wait for the previous one,
+    because ptxas cannot know that stores do not alias later loads (benchmarks/LOG.md, "Between items").
     """
-    firsts = sorted({chunk % period for chunk in chunks})
-    code = f"{{ .reg .b32 in<{2 * len(chunks)}>, out<4>;"
-    for i, chunk in enumerate(chunks):
-        code += f"ld.shared.v2.b32 {{in{2 * i}, in{2 * i + 1}}}, [${len(firsts)} + {WARP * CHUNK // 2 * chunk}];"
-    for i, chunk in enumerate(chunks):
-        for half in range(2):
-            names = {"$0": f"out{2 * half}", "$1": f"out{2 * half + 1}", "$2": f"in{2 * i + half}"}
-            four_bytes = CONVERT[geometry.problem.cache_dtype]
-            for old, new in names.items():
-                four_bytes = four_bytes.replace(old, new)
-            code += four_bytes
-        if geometry.operand_dtype == "bfloat16":
-            for word in range(4):
-                code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{word};
-                cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{word}, second, first; }}"""
-        place = f"${firsts.index(chunk % period)} + {WARP * CHUNK * (chunk // period * period)}"
-        code += f"st.shared.v4.b32 [{place}], {{out0, out1, out2, out3}};"
-    return code + "}"
+    lane, row_bytes, number = rem(thread_index_read_again(), WARP), kind.geometry.problem.head_size, 2 * len(chunks)
+    source = add(address(raw_smem), add(mul(first_row, row_bytes), mul(lane, CHUNK // 2)))
+    code = "".join(
+        f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${number} + {WARP * CHUNK // 2 * chunk}];"
+        for i, chunk in enumerate(chunks)
+    )
+    constraints = ",".join(["=r"] * number + ["r", "~{memory}"])
+    struct = llvm.StructType.get_literal([source.type] * number)
+    read = llvm.inline_asm(struct, [source], code, constraints, has_side_effects=True)
+    return [llvm.extractvalue(source.type, read, [i]) for i in range(number)]
+
+
+def _write_chunks(words: Sequence[Any], tile_smem, first_row, chunks: Sequence[int], kind: ItemKind) -> None:
+    """Converts a lane's words of these chunks, and writes them to a warp's rows of a tile."""
+    problem = kind.geometry.problem
+    row_bytes = 2 * problem.head_size
+    lane, chunks_per_row, step = rem(thread_index_read_again(), WARP), row_bytes // CHUNK, WARP * CHUNK
+    # The swizzle repeats every 8 rows. So if two chunks of a lane are `period` apart, their offsets differ by a
+    # constant.
+    period = math.lcm(8 * row_bytes, step) // step
+
+    def place_in_tile(i: int):
+        chunk = add(lane, i32(WARP * i))
+        row = add(first_row, div(chunk, chunks_per_row))
+        return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
+
+    places = {i: place_in_tile(i) for i in sorted({chunk % period for chunk in chunks})}
+    for chunk, two_words in zip(chunks, itertools.batched(words, 2), strict=True):
+        offset = step * (chunk // period * period)
+        assembly(_conversion(offset, kind.geometry), "r,r,r", places[chunk % period], *two_words)
+
+
+def _finish_rows(kind: ItemKind) -> None:
+    """Orders a wide item's rows before products; then one lane may signal what all lanes have written."""
+    if kind.is_wide:
+        assembly("fence.proxy.async.shared::cta;", "")
+    mgpu.utils.warp_barrier()
+
+
+def _conversion(offset: int, geometry: Geometry) -> str:
+    """PTX that converts eight bytes ($1, $2), and stores the results at $0 + `offset`."""
+    code = "{ .reg .b32 out<4>;"
+    for half in range(2):
+        four_bytes = CONVERT[geometry.problem.cache_dtype]
+        for old, new in {"$0": f"out{2 * half}", "$1": f"out{2 * half + 1}", "$2": f"${1 + half}"}.items():
+            four_bytes = four_bytes.replace(old, new)
+        code += four_bytes
+    if geometry.operand_dtype == "bfloat16":
+        for word in range(4):
+            code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{word};
+            cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{word}, second, first; }}"""
+    return code + f"st.shared.v4.b32 [$0 + {offset}], {{out0, out1, out2, out3}}; }}"
 
 
 def load_scales(
