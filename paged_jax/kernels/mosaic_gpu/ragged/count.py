@@ -270,9 +270,7 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
     """
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
-        _Candidate(kind, lax.max(share * part, jnp.float32(kind.least_split)))
-        for kind in geometry.kinds_there
-        for part in kind.shares
+        _Candidate(kind, _target(share * part, totals, kind)) for kind in geometry.kinds_there for part in kind.shares
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
@@ -296,6 +294,17 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
             best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
     return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once
+
+
+def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
+    """The target cost of a split, if `share` is the candidate without wide items."""
+    target = lax.max(share, jnp.float32(kind.least_split))
+    if kind.beside_wide is None:
+        return target
+    of_all, of_thin = (part / kind.geometry.tuning.num_programs for part in kind.beside_wide)
+    beside_wide = lax.max((totals.wide + totals.thin) * of_all, totals.thin * of_thin)
+    beside_wide = lax.min(target, lax.max(beside_wide, jnp.float32(kind.least_beside_wide)))
+    return jnp.where(totals.wide > 0, beside_wide, target)
 
 
 def _time_of(items: Any, cost: Any, programs: Any, item_cost: Any, geometry: Geometry) -> Any:

@@ -21,6 +21,13 @@ _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 
 _UNORDERED_THIN_SHARE = 0.5
 
+_BESIDE_WIDE_PARTS, _BESIDE_WIDE_LEAST = (1 / 12, 1 / 4), 24
+"""The cost of a thin split beside wide items: the first part of all items' cost / programs, the second part of all thin
+items' cost / programs, or the last number, whichever is most; but no more than without wide items.
+
+The last thin items may begin when no wide ones are left, and a long one would end last.
+"""
+
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 """The number of splits is truncated after one of these is added.
 
@@ -389,7 +396,8 @@ class ItemKind:
         most_splits = pl.cdiv(tiles * self.tile_cost, self.least_split)
         if most_splits <= 1:
             return unsplit
-        most = math.ceil(2 / (2 - self.rounded) / min(self.shares) * tuning.num_programs)
+        least_share = min(*self.shares, self.beside_wide[1] if self.beside_wide else 1.0)
+        most = math.ceil(2 / (2 - self.rounded) / least_share * tuning.num_programs)
         if self.is_wide:
             return most + unsplit
         query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
@@ -423,6 +431,21 @@ class ItemKind:
         if self.geometry.merges_copies and not self.is_wide:
             return (_UNORDERED_THIN_SHARE,)
         return shares if self.geometry.orders_sequences else shares[:1]
+
+    @property
+    def beside_wide(self) -> tuple[float, float] | None:
+        """The cost of a thin split if there are wide items, as parts of all items' and of all thin items' cost / programs.
+
+        None for wide items, and where wide items make no difference.
+        """
+        wide, _ = self.geometry.kinds
+        may_differ = not (self.is_wide or self.geometry.merges_copies) and wide.may_exist
+        return _BESIDE_WIDE_PARTS if may_differ else None
+
+    @property
+    def least_beside_wide(self) -> int:
+        """The least target cost of a thin split if there are wide items, unless it is less without them."""
+        return max(self.least_split, _BESIDE_WIDE_LEAST)
 
     @property
     def rounded(self) -> float:
