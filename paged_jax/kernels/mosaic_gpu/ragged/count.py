@@ -29,6 +29,9 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
+_MORE = 2  # so many more programs may begin with wide items than their part of the work, if that saves a wave
+_FEW_WAVES = 8  # of more waves than that, one less saves little
+_ALMOST_ONE = 0.99  # rounds up quotients of integers
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
 
 
@@ -87,7 +90,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
         collect=lambda values, count: list(values[:count]),
         vote=lambda x: (x << jnp.arange(len(x))).sum(),
     )
-    shares, begin_at_once = _shares(totals, may_order, lanes, geometry)
+    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
     order = jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
         keeps_order = begin_at_once | ~may_order
@@ -98,7 +101,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
     is_summed = jnp.arange(len(table))[:, None] % len(Counted) != Counted.SPLITS
     table = jnp.where(is_summed, _sums_before(table), jnp.pad(table, ((0, 0), (0, 1))))
-    counts = Counts(table, order, _wide_programs(totals, geometry)[None])
+    counts = Counts(table, order, wide_programs[None])
     return counts._replace(wide_programs=_wide_at_once(counts, geometry)[None]) if geometry.merges_copies else counts
 
 
@@ -123,7 +126,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         return warps.totals_in_lanes(own, smem.counted, len(kinds) + 1)
 
     lanes = _Lanes(sum_up, warps.in_lanes, warps.of_lanes, warps.votes)
-    shares, begin_at_once = _shares(totals, may_order, lanes, geometry)
+    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
     counts = _counts(first, shares, geometry)
     if geometry.orders_sequences:
         keeps_order = begin_at_once | ~may_order if others else begin_at_once
@@ -144,7 +147,8 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
                 scan.sums_before(_only(columns, *summed), smem.table, part * WARPGROUP, packs)
 
     found = Counts(smem.table, smem.order, smem.wide_programs)
-    wide_programs = _wide_at_once(found, geometry) if geometry.merges_copies else _wide_programs(totals, geometry)
+    if geometry.merges_copies:
+        wide_programs = _wide_at_once(found, geometry)
     smem.wide_programs[0] = wide_programs
     if geometry.merges_copies:
 
@@ -260,40 +264,54 @@ def _items(sequences: Sequence, of: _Candidate) -> Array:
     return at_most(unsplit * splits_of(sequences, of.cost, of.kind), _MOST_ITEMS)
 
 
-def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) -> tuple[_Shares, Any]:
+def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) -> tuple[_Shares, Any, Any]:
     """Computes target costs of splits: about total work / programs, or less if the sequences may be ordered.
 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
 
-    Also returns whether all items that see a tile begin at once, one in each program.
+    Wide items may get a few more programs than their part of the work, if they then have no wave of few items. Thin
+    items fill the end of a call, wide ones cannot.
+
+    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
     """
+    wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
         _Candidate(kind, _target(share * part, totals, kind)) for kind in geometry.kinds_there for part in kind.shares
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
-        return _Shares(*[costs.get(kind, share) for kind in geometry.kinds]), False
+        return _Shares(*[costs.get(kind, share) for kind in geometry.kinds]), False, wide_programs
 
     def by_kind(wide: Any, thin: Any) -> Array:
         return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
-    wide_programs = _wide_programs(totals, geometry)
     of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
-    programs = by_kind(*[at_least(x, 1).astype(jnp.float32) for x in of_kinds])
+    wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
+    more = lax.max(lax.min(wide + _MORE, jnp.float32(geometry.tuning.num_programs - 1)), wide)
+    programs, most_programs = by_kind(wide, thin), by_kind(more, thin)
+    programs = jnp.where(numbers <= most_programs * _FEW_WAVES, most_programs, programs)
+    waves = _waves(numbers, programs, geometry)
+    num_wide = sum(kind.is_wide for kind, _ in candidates)  # they are in the first lanes
+    needed = lanes.collect(numbers * reciprocal(waves, geometry) + _ALMOST_ONE, num_wide)
     item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in geometry.kinds])
-    times = lanes.collect(_time_of(numbers, by_kind(*totals), programs, item_costs, geometry), len(candidates))
+    times = lanes.collect(_time_of(numbers, by_kind(*totals), waves, item_costs, geometry), len(candidates))
     fits = lanes.vote((numbers <= programs).astype(jnp.int32))  # bit i tells it of candidate i
     chosen, begin_at_once = {}, True
     for kind in geometry.kinds_there:
         (best, cost, least), *others = [(i, x.cost, times[i]) for i, x in enumerate(candidates) if x.kind == kind]
+        of_best = needed[best] if kind.is_wide else jnp.float32(0)
         for i, other, time in others:
             is_less = (time < least) & may_order
             best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
+            if kind.is_wide:
+                of_best = jnp.where(is_less, needed[i], of_best)
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
-    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once
+        if kind.is_wide:
+            wide_programs = lax.max(wide_programs, truncated(of_best, geometry))
+    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once, wide_programs
 
 
 def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
@@ -307,13 +325,16 @@ def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
     return jnp.where(totals.wide > 0, beside_wide, target)
 
 
-def _time_of(items: Any, cost: Any, programs: Any, item_cost: Any, geometry: Geometry) -> Any:
-    """The time that so many equal items take, which cost so much together."""
-    items = lax.max(items, jnp.ones_like(items))
-    share = items * reciprocal(programs, geometry)
+def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
+    """The waves of programs that so many items take."""
+    share = lax.max(items, jnp.ones_like(items)) * reciprocal(programs, geometry)
     waves = truncated(share, geometry).astype(jnp.float32)
-    waves += (waves < share).astype(jnp.float32)
-    return waves * (cost * reciprocal(items, geometry) + item_cost)
+    return waves + (waves < share).astype(jnp.float32)
+
+
+def _time_of(items: Any, cost: Any, waves: Any, item_cost: Any, geometry: Geometry) -> Any:
+    """The time that so many equal items take, which cost so much together."""
+    return waves * (cost * reciprocal(lax.max(items, jnp.ones_like(items)), geometry) + item_cost)
 
 
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
