@@ -30,6 +30,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, q
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
 _MORE = 2  # so many more programs may begin with wide items than their part of the work, if that saves a wave
+_FEW_THIN = 8  # of more programs than that, two more make no difference
 _FEW_WAVES = 8  # of more waves than that, one less saves little
 _ALMOST_ONE = 0.99  # rounds up quotients of integers
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
@@ -290,7 +291,8 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
     of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
     wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
-    more = lax.max(lax.min(wide + _MORE, jnp.float32(geometry.tuning.num_programs - 1)), wide)
+    may_be_more = (thin > _MORE) & (thin <= _FEW_THIN)
+    more = wide + jnp.where(may_be_more, jnp.float32(_MORE), jnp.float32(0))
     programs, most_programs = by_kind(wide, thin), by_kind(more, thin)
     programs = jnp.where(numbers <= most_programs * _FEW_WAVES, most_programs, programs)
     waves = _waves(numbers, programs, geometry)
