@@ -66,8 +66,8 @@ def scalars(*values):
 
 @pytest.mark.parametrize(
     ("of_kind", "half", "num_tokens", "splits", "has_sinks"),
-    [(0, 0, 16, 6, False), (0, 1, 5, 3, True), (1, 0, 13, 11, False), (1, 0, 1, 2, True)],
-    ids=["wide", "wide-second-half", "thin", "thin-one-query"],
+    [(0, 0, 16, 6, False), (0, 1, 5, 3, True), (1, 0, 13, 11, False), (1, 0, 1, 2, True), (1, 0, 2, 19, True)],
+    ids=["wide", "wide-second-half", "thin", "thin-one-query", "thin-few-rows-many-splits"],
 )
 def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_sinks):
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None

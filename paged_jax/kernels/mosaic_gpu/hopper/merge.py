@@ -1,10 +1,10 @@
-"""The merge of partial results, in MLIR and PTX: a thread merges four elements of one row of O.
+"""The merge of partial results, in MLIR and PTX: a thread merges some elements of one row of O.
 
 Arguments without a type are MLIR values; references are addresses.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 
 ELEMENTS = 4
-"""Elements of a row that a thread merges. They are neighbours in a partial result."""
+"""Elements of a row that a thread loads together. They are neighbours in a partial result."""
 
 
 class Merged(NamedTuple):
@@ -43,36 +43,25 @@ class OwnElements(NamedTuple):
     column: Any  # where the elements are in the row; 0 for the first ones
 
 
-Load = Callable[[Any], tuple[Any, list]]
-"""Loads a partial result of a row. Takes its number; returns the logarithm of its sum, and the thread's elements."""
-
-
-def merged(load: Load, num_partials, in_flight: int) -> Merged:
+def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int, elements: int = ELEMENTS) -> Merged:
     """Merges the partial results of a row, in their order.
 
-    `in_flight` loads are issued together; beyond the last partial result they must return -inf.
+    `load` takes the number of a partial result. It returns the logarithm of the partial result's sum, and the thread's
+    elements. `in_flight` loads are issued together; beyond the last partial result they must return -inf.
     """
-    return merged_each([load], num_partials, in_flight)[0]
-
-
-def merged_each(loads: Sequence[Load], num_partials, in_flight: int) -> list[Merged]:
-    """Merges the partial results of several rows like `merged`. The loads of all rows are issued together."""
-    carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
-    loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry * len(loads))
+    carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + elements)]
+    loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        partials = [[load(add(first, i32(i))) for i in range(in_flight)] for load in loads]
-        rows = _of_rows(loop.inner_iter_args)
-        rows = [_with_partials(row, of_row) for row, of_row in zip(rows, partials, strict=True)]
-        scf.yield_([x for maximum, total, out in rows for x in (maximum, total, *out)])
-    return _of_rows(loop.results)
+        partials = [load(add(first, i32(i))) for i in range(in_flight)]
+        maximum, total, out = _with_partials(_of_values(loop.inner_iter_args), partials)
+        scf.yield_([maximum, total, *out])
+    return _of_values(loop.results)
 
 
-def _of_rows(values) -> list[Merged]:
-    """The parts of the softmax of each row, from all their values in a line."""
-    size = 2 + ELEMENTS
-    rows = [list(values)[i : i + size] for i in range(0, len(values), size)]
-    return [Merged(maximum, total, out) for maximum, total, *out in rows]
+def _of_values(values) -> Merged:
+    maximum, total, *out = values
+    return Merged(maximum, total, out)
 
 
 def _with_partials(merged: Merged, partials: list[tuple[Any, list]]) -> Merged:
@@ -156,9 +145,16 @@ def _with_sink(merged: Merged, sinks_gmem: Ref, head) -> Merged:
     return Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
 
 
-def store(out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str) -> None:
-    """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse."""
-    _store_out(out_gmem, own, out, row_size, dtype)
+def store(
+    out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str, threads: int = 0
+) -> None:
+    """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse.
+
+    If a thread has more than `ELEMENTS` of them, each further four lie behind the four of each of `threads` threads.
+    """
+    for i in range(len(out) // ELEMENTS):
+        of_vector = own._replace(column=add(own.column, i32(i * threads)))
+        _store_out(out_gmem, of_vector, out[i * ELEMENTS : (i + 1) * ELEMENTS], row_size, dtype)
     store_lse(lse_gmem, own, lse)
 
 

@@ -1,7 +1,7 @@
-"""The merge of a split item, or of the rows of a query: each thread merges 4 elements of a row."""
+"""The merge of a split item, or of the rows of a query: each thread merges some elements of a row."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     address,
     as_i64,
     as_index,
+    bytes_of,
     div,
     i32,
     i64,
@@ -26,17 +27,17 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 
 _IN_FLIGHT = 8  # partial results of a query that are loaded together
 _FEW_SPLITS = 4  # of an item
-_SHAPES_OF_FEW, _SHAPES_OF_MANY = ((4, 4), (6, 2)), ((1, 16), (2, 9))
-"""How many rows of a thread, and partial results of each, are loaded together.
+_FOR_FEW, _FOR_MANY, _FOR_FEW_ROWS = (4, 4), (4, 6), (1, 16)
+"""How many vectors of 4 elements of its row a thread merges, and how many partial results are loaded together.
 
-The second shape of each pair is for items with more rows than the first one merges at a time. Each further time costs
-the latency of L2, and a row that is not there costs as many instructions as one that is.
+With more vectors, fewer threads compute the same weights, and more rows are merged at a time. That is for items of many
+rows. Most of the time of a merge is the latency of L2, and the time to fetch instructions, which run once or twice.
 """
 
 
@@ -97,21 +98,21 @@ def merge_item(refs: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
     def merge_own_elements(_, *arguments):
         at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
         values = SplitRows(*(x.registers.item() for x in arguments[len(leaves) :]))
-        is_many = less(i32(_FEW_SPLITS), values.splits)
-        do = functools.partial(_merge_in_a_shape, at, values, kind)
-        _either(is_many, functools.partial(do, _SHAPES_OF_MANY), functools.partial(do, _SHAPES_OF_FEW))
+        _merge_in_a_shape(at, values, kind)
 
     merge_own_elements(*leaves, *rows)
 
 
-def _merge_in_a_shape(at: RowRefs, rows: SplitRows, kind: ItemKind, shapes: Sequence[tuple[int, int]]) -> None:
-    """Merges the rows of a thin item in the first shape if that merges all of them at once, else in the second."""
-    first, second = (functools.partial(_merge_rows, at, rows, kind, *shape) for shape in shapes)
-    at_once, group = shapes[0][0] * kind.geometry.merged_rows, kind.geometry.problem.group
+def _merge_in_a_shape(at: RowRefs, rows: SplitRows, kind: ItemKind) -> None:
+    """Merges the rows in the shape for their number and the splits. Wide items have many rows, and rarely many splits."""
+    few, many, few_rows = (
+        functools.partial(_merge_rows, at, rows, kind, *shape) for shape in (_FOR_FEW, _FOR_MANY, _FOR_FEW_ROWS)
+    )
     if kind.is_wide:
-        first()
-    else:
-        _either(less(i32(at_once), mul(rows.num_tokens, group)), second, first)
+        few()
+        return
+    has_few_rows = less(mul(rows.num_tokens, kind.geometry.problem.group), i32(_rows_at_once(1, kind.geometry) + 1))
+    _either(less(i32(_FEW_SPLITS), rows.splits), lambda: _either(has_few_rows, few_rows, many), few)
 
 
 def _either(condition, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -123,21 +124,30 @@ def _either(condition, then: Callable[[], None], otherwise: Callable[[], None]) 
             scf.yield_([])
 
 
-def _merge_rows(at: RowRefs, rows: SplitRows, kind: ItemKind, rows_at_once: int, in_flight: int) -> None:
-    """Merges `rows_at_once` rows of each thread at a time; `in_flight` partial results of each are loaded together."""
-    geometry, problem = kind.geometry, kind.geometry.problem
+def _merge_rows(at: RowRefs, rows: SplitRows, kind: ItemKind, vectors: int, in_flight: int) -> None:
+    """Merges the rows, each thread so many vectors of one of them at a time."""
+    geometry, problem, threads = kind.geometry, kind.geometry.problem, _threads_of_row(vectors, kind.geometry)
     sinks = at.sinks if problem.per_head.sinks else ABSENT
-    bounds = i32(0), mul(rows.num_tokens, problem.group), i32(rows_at_once * geometry.merged_rows)
+    bounds = i32(0), mul(rows.num_tokens, problem.group), i32(_rows_at_once(vectors, geometry))
     loop = scf.ForOp(*map(as_index, bounds))  # pyright: ignore[reportCallIssue]
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        firsts = [add(first, i32(i * geometry.merged_rows)) for i in range(rows_at_once)]
-        own = [_row_of_thread(first, rows, geometry) for first in firsts]
-        loads = [functools.partial(_load_partial, at.partials, row, rows, kind) for row in own]
-        for row, merged in zip(own, merge.merged_each(loads, rows.splits, in_flight), strict=True):
-            out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
-            merge.store(at.out, at.lse, row.own, out, lse, problem.head_size, problem.query_dtype)
+        row = _row_of_thread(first, rows, threads, geometry)
+        load = functools.partial(_load_partial, at.partials, row, rows, vectors, kind)
+        merged = merge.merged(load, rows.splits, in_flight, vectors * merge.ELEMENTS)
+        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
+        merge.store(at.out, at.lse, row.own, out, lse, problem.head_size, problem.query_dtype, threads)
         scf.yield_([])
+
+
+def _threads_of_row(vectors: int, geometry: Geometry) -> int:
+    """Threads that merge a row of a split item."""
+    return geometry.problem.head_size // (vectors * merge.ELEMENTS)
+
+
+def _rows_at_once(vectors: int, geometry: Geometry) -> int:
+    """Rows of a split item that a warpgroup merges at a time."""
+    return WARPGROUP // _threads_of_row(vectors, geometry)
 
 
 def merge_copies(refs: CopyRefs, number: Scalar, copies: list[Copy], geometry: Geometry) -> None:
@@ -217,12 +227,12 @@ def _find(number, sources: list[_Source]) -> tuple[Partials, Any]:
     return Partials(*partials), index
 
 
-def _row_of_thread(first, rows: SplitRows, geometry: Geometry) -> _Row:
-    """Finds this thread's row among `Geometry.merged_rows` rows of an item, from row `first` on."""
+def _row_of_thread(first, rows: SplitRows, threads: int, geometry: Geometry) -> _Row:
+    """Finds this thread's row among those that are merged at a time, from row `first` of an item on."""
     problem, index = geometry.problem, thread_index_read_again()
-    lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
+    lane, column = div(index, threads), rem(index, threads)
     row = add(first, lane)
-    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, mul(rows.num_tokens, problem.group)))
+    exists = arith.andi(less(lane, i32(WARPGROUP // threads)), less(row, mul(rows.num_tokens, problem.group)))
     row = arith.select(exists, row, i32(0))
     head = add(mul(rows.kv_head, problem.group), rem(row, problem.group))
     place = add(mul(add(rows.first_token, div(row, problem.group)), problem.num_heads), head)
@@ -244,9 +254,12 @@ def _place_in_partials(token, head, copy: Copy, kind: ItemKind) -> tuple[Any, An
     return add(copy.first_partial, arith.muli(item, copy.splits)), of_partial
 
 
-def _load_partial(at: Partials, row: _Row, rows: SplitRows, kind: ItemKind, number) -> tuple[Any, list]:
+def _load_partial(at: Partials, row: _Row, rows: SplitRows, vectors: int, kind: ItemKind, number) -> tuple[Any, list]:
     """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such partial result."""
     exists = arith.andi(row.own.exists, less(number, rows.splits))
     half = as_i64(add(mul(add(rows.first_partial, number), kind.halves), rows.half))
     index = arith.addi(arith.muli(half, i64(WGMMA_ROWS)), as_i64(row.of_partial))
-    return merge.load_partial(at, exists, index, row.own.column, kind.geometry.problem.head_size)
+    start = arith.addi(arith.muli(index, i64(4 * kind.geometry.problem.head_size)), bytes_of(row.own.column, 16))
+    step = 16 * _threads_of_row(vectors, kind.geometry)
+    loaded = [merge.load_elements(at, exists, arith.addi(start, i64(i * step))) for i in range(vectors)]
+    return merge.load_log_sum(at, exists, index), [x for vector in loaded for x in vector]
