@@ -308,8 +308,8 @@ class ItemKind:
 
     @property
     def raw_stages(self) -> int:
-        """Raw tiles of K, and of V, that shared memory holds before their conversion."""
-        return self.tiles_per_wide_tile
+        """Raw tiles that shared memory holds before their conversion; those of K and of V alternate."""
+        return self.geometry.tuning.raw_tiles * self.tiles_per_wide_tile
 
     @property
     def prefetches(self) -> bool:

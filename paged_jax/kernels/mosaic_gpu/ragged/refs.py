@@ -90,8 +90,7 @@ class TileBarriers(NamedTuple):
     keys_consumed: Ref  # a barrier for each stage
     keys_ready: Ref
     values_copied: Ref  # a tile of V has arrived, and some of its rows must be zeroed
-    raw_keys_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
-    raw_values_ready: Ref
+    raw_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
     values_consumed: Ref
     values_ready: Ref
 
@@ -123,8 +122,8 @@ class QueryRing(NamedTuple):
 class RawTiles(NamedTuple):
     """Tiles of a cache of 8 bits before their conversion. Wide and thin items share their memory."""
 
-    ready: Ref  # barrier of wide items
-    rows: Ref  # [tokens, head_size]
+    ready: Ref  # barriers of wide items
+    rows: Ref  # [tokens of all raw tiles, head_size]
 
 
 class Scratch(NamedTuple):
@@ -141,8 +140,7 @@ class Scratch(NamedTuple):
     order: Ref  # as in `Counts`, if the kernel counts
     wide_programs: Ref  # as in `Counts`, if the kernel counts
     query: QueryRing
-    raw_keys: RawTiles
-    raw_values: RawTiles
+    raw: RawTiles
     signals: Ref  # barriers, indexed by `Signal`; the phases of one array take one register
     sums: Ref  # [WGMMA_ROWS], of a handed-over softmax
     table: Ref  # as in `Counts`, if the kernel counts
@@ -161,8 +159,7 @@ class Scratch(NamedTuple):
             self.keys.consumed,
             self.keys.ready,
             self.values_copied,
-            self.raw_keys.ready,
-            self.raw_values.ready,
+            self.raw.ready,
             self.values.consumed,
             self.values.ready,
         )
@@ -205,7 +202,8 @@ def scratch(geometry: Geometry) -> Scratch:
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
     raw = ABSENT
     if geometry.converts_tiles:
-        raw = plgpu.SMEM((geometry.tuning.tile, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
+        tokens = geometry.tuning.raw_tiles * geometry.tuning.tile
+        raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
         drawn=plgpu.SMEM((3,), jnp.int32),
         counted=counted,
@@ -225,8 +223,7 @@ def scratch(geometry: Geometry) -> Scratch:
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
             divisors=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32) if reads_queries else ABSENT,
         ),
-        raw_keys=RawTiles(wide.raw_keys_ready, raw),
-        raw_values=RawTiles(wide.raw_values_ready, raw),
+        raw=RawTiles(wide.raw_ready, raw),
         signals=plgpu.Barrier(num_barriers=Signal.STORED + reads_queries),
         sums=rows,
         table=counts.table,
@@ -250,8 +247,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
         keys_consumed=consumed,
         keys_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_key_slots, num_barriers=kind.stages),
         values_copied=copied,
-        raw_keys_ready=raw_ready,
-        raw_values_ready=raw_ready,
+        raw_ready=raw_ready,
         values_consumed=consumed,
         values_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_value_slots, num_barriers=kind.stages),
     )
