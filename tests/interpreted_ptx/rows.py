@@ -38,6 +38,10 @@ def write_queries(query, query_smem, geometry):
     query_smem[...] = lax.bitcast_convert_type(query, query_smem.dtype)
 
 
+def copy_words(gmem, smem):
+    smem[...] = gmem[...]
+
+
 def finish_copies():
     plgpu.commit_smem()
 

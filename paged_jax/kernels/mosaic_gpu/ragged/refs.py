@@ -7,6 +7,7 @@ import enum
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -14,6 +15,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_RO
 from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.problem import Granularity
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
 _ITEM_FIELDS = 20  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
@@ -130,6 +132,7 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     drawn: Ref  # [3], counts that the loading warpgroup, and each computing one, got when it last increased a counter
+    factors: Ref  # [1 + k_scales + v_scales], the factors of the whole call, which each item reads
     counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
     keys: TileRing
@@ -206,6 +209,7 @@ def scratch(geometry: Geometry) -> Scratch:
         raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
         drawn=plgpu.SMEM((3,), jnp.int32),
+        factors=plgpu.SMEM((sum(factor_sizes(geometry).values()),), jnp.float32),
         counted=counted,
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),
@@ -230,6 +234,22 @@ def scratch(geometry: Geometry) -> Scratch:
         thin=thin,
         values=values._replace(consumed=wide.values_consumed, ready=wide.values_ready),
     )
+
+
+def with_factors_in_smem(refs: Refs, geometry: Geometry) -> Refs:
+    """References that read the factors of the whole call in shared memory."""
+    options, first = refs.inputs_gmem.options, 0
+    for name, size in factor_sizes(geometry).items():
+        options = options._replace(**{name: refs.smem.factors.at[pl.ds(first, size)]})
+        first += size
+    return refs._replace(inputs_gmem=refs.inputs_gmem._replace(options=options))
+
+
+def factor_sizes(geometry: Geometry) -> dict[str, int]:
+    """How many factors of the whole call each of these options has."""
+    sizes = {Granularity.CACHE: 1, Granularity.HEAD: geometry.problem.num_kv_heads}
+    options = {"scale": Granularity.CACHE, "k_scale": geometry.problem.k_scale, "v_scale": geometry.problem.v_scale}
+    return {name: sizes[granularity] for name, granularity in options.items() if granularity in sizes}
 
 
 def _barriers(kind: ItemKind) -> TileBarriers:

@@ -169,6 +169,26 @@ def write_queries(query: Array, query_smem: Ref, geometry: Geometry) -> None:
     write(query, query_smem)
 
 
+def copy_words(gmem: Ref, smem: Ref) -> None:
+    """Starts the copies of a few words to shared memory."""
+    (size,) = smem.shape
+
+    @inline(plgpu.RefType(), plgpu.RefType())
+    def copy(_, gmem, smem):
+        for first in range(0, size, WARPGROUP):
+            word = add(thread_index_read_again(), i32(first))
+            assembly(
+                """{ .reg .pred exists; setp.ne.b32 exists, $0, 0;
+                @exists cp.async.ca.shared.global [$2], [$1], 4; }""",
+                "r,l,r",
+                as_i32(less(word, i32(size))),
+                add(address(gmem), bytes_of(word, 4)),
+                add(address(smem), mul(word, 4)),
+            )
+
+    copy(gmem, smem)
+
+
 def finish_copies() -> None:
     """Waits for all copies that this warpgroup has started."""
 
