@@ -92,11 +92,14 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
     end = Epilogue.of(seen, maxima, sums)
     out = out * over_columns(rows.v_scale / end.divisors, out.shape[1])
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
+    results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
+    if kind.is_wide and kind.geometry.reads_own_queries:  # shared memory has the next query
+        ragged_rows.store_from_registers(rounded, layout(end.lse, 1), results_gmem, rows.query, kind.geometry)
+        return
     if kind.geometry.divides_queries:  # shared memory is typed as float16; only the bits matter
         rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
     results_smem.out[...] = rounded
     results_smem.lse[...] = layout(end.lse, 1)
-    results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
     ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
 
 
