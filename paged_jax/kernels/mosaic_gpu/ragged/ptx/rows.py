@@ -137,7 +137,7 @@ def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
                 words[i : i + 4, h] = assembly(
                     """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $5, 0;
                     mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;
-                    @exists ld.global.v4.b32 {a, b, c, d}, [$4];
+                    @exists ld.global.L1::no_allocate.v4.b32 {a, b, c, d}, [$4];
                     mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }""",
                     "=f,=f,=f,=f,l,r",
                     add(start, i64(CHUNK * i)),
