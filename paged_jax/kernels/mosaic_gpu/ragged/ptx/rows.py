@@ -174,9 +174,14 @@ def write_queries(
                     add(smem, swizzled_offset(row, add(lane, i32(i)), problem)),
                     *(llvm.bitcast(word, pair) for pair in pairs[i : i + 4, h]),
                 )
-            for of_rows in divisors:  # four lanes store the same word
-                divisor = arith.bitcast(word, element(of_rows.registers.flat[h], 0))
-                assembly("st.shared.b32 [$0], $1;", "r,r", add(address(divisors_smem), mul(row, 4)), divisor)
+            for of_rows in divisors:
+                assembly(
+                    "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }",
+                    "r,r,r",
+                    lane,
+                    add(address(divisors_smem), mul(row, 4)),
+                    arith.bitcast(word, element(of_rows.registers.flat[h], 0)),
+                )
 
     write(query_smem, divisors_smem, *arrays)
 
