@@ -94,7 +94,7 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
     out = out * over_columns(rows.v_scale * factor / end.divisors, out.shape[1])
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
     results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
-    if kind.is_wide and kind.geometry.reads_own_queries:  # shared memory has the next query
+    if kind.is_wide and kind.geometry.problem.head_size % 32 == 0:
         ragged_rows.store_from_registers(rounded, layout(end.lse, 1), results_gmem, rows.query, kind.geometry)
         return
     if kind.geometry.divides_queries:  # shared memory is typed as float16; only the bits matter
