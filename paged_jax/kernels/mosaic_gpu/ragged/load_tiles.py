@@ -339,7 +339,7 @@ class TileLoader:
             for cache in self._caches:
                 for j, block in enumerate(blocks):
                     token = self._first_read(number, first_run + j)
-                    plgpu.async_prefetch(self._run_gmem(cache, block, token))
+                    tiles.prefetch_rows(cache.cache_gmem, block, token, self.item.kv_head, self.kind)
 
     def _zero_own_rows(self, number: Scalar, tile_smem: Ref, first_row: Scalar) -> None:
         """Zeroes the rows of a warp's runs of V that are not kept."""

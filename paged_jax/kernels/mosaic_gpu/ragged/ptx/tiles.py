@@ -174,6 +174,20 @@ def write_converted(words: Any, tile_smem: Ref, first_row: Scalar, kind: ItemKin
     write(tile_smem, first_row, *words)
 
 
+def prefetch_rows(cache_gmem: Ref, block: Scalar, token: Scalar, kv_head: Scalar, kind: ItemKind) -> None:
+    """Prefetches a run of a cache in layout hnd into L2; a lane asks for a row."""
+    problem = kind.geometry.problem
+
+    @inline(plgpu.RefType(), SCALAR, SCALAR, SCALAR)
+    def prefetch(_, cache_gmem, *scalars):
+        block, token, kv_head = (x.registers.item() for x in scalars)
+        lane = rem(thread_index_read_again(), WARP)
+        row = add(mul(add(mul(block, problem.num_kv_heads), kv_head), problem.block_size), add(rem(token, problem.block_size), lane))
+        assembly("prefetch.global.L2 [$0];", "l", add(address(cache_gmem), bytes_of(row, problem.head_size)))
+
+    prefetch(cache_gmem, block, token, kv_head)
+
+
 def _read_chunks(raw_smem, first_row, chunks: Sequence[int], kind: ItemKind) -> list:
     """Reads a lane's bytes of these chunks of a warp's raw rows: two words of each.
 
