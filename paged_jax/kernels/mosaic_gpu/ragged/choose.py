@@ -35,7 +35,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     """Tunings whose tiles fit into registers, best first."""
     tilings = (128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)
     for (tile, stages, queries), raw_tiles in itertools.product(
-        tilings, (3, 2) if problem.cache_itemsize == 1 else (2,)
+        tilings, (2,)
     ):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
             yield Tuning(
