@@ -98,7 +98,6 @@ class _ThinTiles:
         tile = self.first_tile + 2 * i
         stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
-        self._see_tiles()
         scores = product(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind).T)
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
         pl.when(tile == self.item.num_tiles - 1)(lambda: _signal_query_done(self.query_done))
@@ -117,7 +116,6 @@ class _ThinTiles:
         if self.kind.zeroes_when_read:  # the weights of these rows are 0, but 0 * NaN is NaN
             end = plan.rank_of(span.values_end, span.pattern, self.kind.geometry) - span.rank
             pl.when(end < self.kind.tile)(lambda: tiles.zero_rows_from(values_smem, end, self.kind))
-        self._see_tiles()
         out = products.accumulate(out, weighed.weights, values_smem)
         plgpu.barrier_arrive(barriers.values_consumed.at[stage])
         return State(out, *weighed.totals)

@@ -214,8 +214,7 @@ def _write_chunks(words: Sequence[Any], tile_smem, first_row, chunks: Sequence[i
 
 def _finish_rows(kind: ItemKind) -> None:
     """Orders a wide item's rows before products; then one lane may signal what all lanes have written."""
-    if kind.is_wide:
-        assembly("fence.proxy.async.shared::cta;", "")
+    assembly("fence.proxy.async.shared::cta;", "")
     mgpu.utils.warp_barrier()
 
 
