@@ -317,7 +317,7 @@ class ItemKind:
         would make these items 3% slower (benchmarks/LOG.md, "One pool of keys
         and values").
         """
-        return self.geometry.converts_by_warps and not self.is_wide
+        return False
 
     @property
     def run_tokens(self) -> int:

@@ -207,7 +207,7 @@ def _write_chunks(words: Sequence[Any], tile_smem, first_row, chunks: Sequence[i
         return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
 
     places = {i: place_in_tile(i) for i in sorted({chunk % period for chunk in chunks})}
-    for chunk, two_words in zip(chunks, itertools.batched(words, 2), strict=True):
+    for chunk, two_words in [*zip(chunks, itertools.batched(words, 2), strict=True)][: 16 if kind.is_wide else 1]:
         offset = step * (chunk // period * period)
         assembly(_conversion(offset, kind.geometry), "r,r,r", places[chunk % period], *two_words)
 
