@@ -32,6 +32,7 @@ _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
 _MORE = 2  # so many more programs may begin with wide items than their part of the work, if that saves a wave
 _FEW_THIN = 8  # of more programs than that, two more make no difference
 _FEW_WAVES = 8  # of more waves than that, one less saves little
+_MANY_WAVES = 4
 _ALMOST_ONE = 0.99  # rounds up quotients of integers
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
 
@@ -230,12 +231,14 @@ def costs(sequences: Sequence, kind: ItemKind) -> Array:
     return items.astype(jnp.float32) * of_item.astype(jnp.float32)
 
 
-def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
+def _wide_programs(totals: _Totals, geometry: Geometry, of_many: bool = False) -> Any:
     """Computes `Counts.wide_programs`."""
     if not geometry.kinds[0].may_exist:
         return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
     part = wide * reciprocal(lax.max(wide + thin, jnp.float32(1)), geometry)
+    if of_many:
+        part = lax.min(part, lax.max(part * (7 / 3) - 1, jnp.float32(0.5)))
     wide_programs = truncated(part * programs + 0.5, geometry)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
     return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
@@ -289,6 +292,10 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
         return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
+    if geometry.kinds[0].may_exist:
+        (unsplit,) = lanes.collect(numbers, 1)
+        many = unsplit >= wide_programs.astype(jnp.float32) * _MANY_WAVES
+        wide_programs = jnp.where(many, _wide_programs(totals, geometry, True), wide_programs)
     of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
     wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
     may_be_more = (thin > _MORE) & (thin <= _FEW_THIN)
