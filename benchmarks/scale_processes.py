@@ -5,17 +5,17 @@ its rank. All of them run the same steps; the first one prints the rows and writ
 """
 
 import json
-import math
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+
+from examples.server.processes import wait
 
 _NAME = "PAGED_JAX_PROCESS"  # a process's rank, the number of processes, and the first one's port
 
@@ -35,25 +35,6 @@ def join() -> bool:
     rank, count, port = map(int, told.split(","))
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, local_device_ids=[rank])
     return True
-
-
-def wait(processes: Sequence[subprocess.Popen], timeout_seconds: float = math.inf) -> int:
-    """Waits for all processes. Returns the exit code of the first that fails, which ends the others, or 0."""
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            if failed := next(filter(None, codes), 0):
-                return failed
-            if None not in codes:
-                return 0
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(processes[0].args, timeout_seconds)
-            time.sleep(0.05)
-    finally:
-        for process in processes:  # which would wait for the one that failed
-            process.kill()
-            process.wait()
 
 
 def run(arguments: Sequence[str], sizes: Sequence[int], out: Path | None) -> int:

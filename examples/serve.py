@@ -41,10 +41,10 @@ guided_choice, guided_grammar). With --tool-call-parser, models call tools. A re
 
 Several GPUs: --mesh tp=2 splits the model over two of them, and --mesh dcp=2 the blocks of the cache, for long texts.
 --mesh dp=2 runs two copies of the model, which share the requests; each copy has --num-blocks blocks and runs
---max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs. One process launches the steps of many GPUs slowly. Eight
-processes with a GPU each are started so, I from 0 to 7; process 0 listens:
+--max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs. One process launches the steps of many GPUs slowly, so
+that a process for each GPU is faster. This command starts eight on this host:
 
-    JAX_LOCAL_DEVICE_IDS=I python -m examples.serve --mesh tp=8 --processes 8 --process I
+    python -m examples.serve --mesh tp=8 --processes 8
 
 After a step that failed, requests get errors, /health answers 503, and the server tries the engine until it serves
 again. If a step does not end within --step-seconds, /health answers 503. If the engine can never be used again, the
@@ -83,6 +83,7 @@ from examples.command_line import CommandError, check, choose_dtype, choose_scal
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.server import options as command
+from examples.server import processes
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Model, Server, model_name
 from examples.server.chat import load_template
@@ -309,6 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     try:
         options = parse(argv)
+        if options.process is None:
+            command = [sys.executable, "-m", "examples.serve", *(sys.argv[1:] if argv is None else argv)]
+            return processes.run(command, options.processes)
         if options.process:
             make_server(options)
             return 0

@@ -190,14 +190,14 @@ def test_no_option_is_needed(noted):
 
 def test_several_processes(noted):
     """The first one leads, and closes its engine at the end; each other one follows it at the second port."""
-    several = ["--processes", "3", "--coordinator", "host:77", "--num-blocks", "9"]
+    several = ["--processes", "3", "--coordinator", "host:77", "--num-blocks", "9", "--process"]
     with contextlib.ExitStack() as until_end:
-        assert serve.make_server(serve.parse(several), until_end) is not None
+        assert serve.make_server(serve.parse([*several, "0"]), until_end) is not None
         (leader,) = MadeUpEngine.made
         assert (type(leader), leader.waited, leader.is_open) == (MadeUpLeader, (("host", 78), 2), True)
         assert leader.options["show_progress"]
     assert not leader.is_open
-    assert serve.make_server(serve.parse([*several, "--process", "2"])) is None
+    assert serve.make_server(serve.parse([*several, "2"])) is None
     _, follower = MadeUpEngine.made
     assert type(follower) is MadeUpEngine
     assert not follower.options["show_progress"]

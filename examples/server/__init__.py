@@ -10,4 +10,5 @@
 - metrics.py     the numbers at /metrics
 - http.py        uvicorn, signals, the socket
 - options.py     the command line; memory.py: how much memory there is
+- processes.py   starts a process for each GPU
 """

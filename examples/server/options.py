@@ -48,8 +48,10 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
         help="beginnings that a step may read once for all texts that share them; 0 = none (%(default)s)")  # fmt: skip
     add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs, dp=2 runs two copies of it (one GPU)")
     add("--processes", metavar="N", type=int, default=1,
-        help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
-    add("--process", metavar="I", type=int, default=0, help="which of them this is; 0 listens (%(default)s)")
+        help="processes that share the model, each with a GPU; they are started here unless --process is given "
+        "(%(default)s)")  # fmt: skip
+    add("--process", metavar="I", type=int,
+        help="which of them this is, if each is started by hand, on hosts of its own; 0 listens")  # fmt: skip
     add("--coordinator", metavar="HOST:PORT", default="localhost:8100",
         help="where process 0 can be reached by the others, at two ports in a row (%(default)s)")  # fmt: skip
     _add_clients_options(add)
@@ -74,7 +76,10 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     check(options, "--drain-seconds", options.drain_seconds >= 1, "1 or more")
     check(options, "--step-seconds", options.step_seconds > 0, "above 0")
     check(options, "--processes", options.processes >= 1, "1 or more")
-    check(options, "--process", 0 <= options.process < options.processes, "from 0 to one less than --processes")
+    if options.process is None and options.processes == 1:
+        options.process = 0
+    is_one_of_them = options.process is None or 0 <= options.process < options.processes
+    check(options, "--process", is_one_of_them, "from 0 to one less than --processes")
     check(options, "--coordinator", re.fullmatch(r"[^:]+:\d{1,5}", options.coordinator) is not None, "HOST:PORT")
     for flag in ("--api-key", "--served-model-name", "--cors-origins", "--allowed-hosts"):
         values = getattr(options, flag[2:].replace("-", "_")) or ["x"]
