@@ -24,6 +24,7 @@ from paged_jax.kernels.mosaic_gpu.mla import choose as mla_choose
 from paged_jax.kernels.mosaic_gpu.mla import geometry as mla_geometry
 from paged_jax.kernels.mosaic_gpu.ragged import choose as ragged_choose
 from paged_jax.kernels.mosaic_gpu.ragged import geometry as ragged_geometry
+from paged_jax.kernels.mosaic_gpu.ragged import kinds as ragged_kinds
 from paged_jax.kernels.mosaic_gpu.ragged import refs as ragged_refs
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.kernels.triton import cache_tuning, mla_tuning, ragged_tuning, tuning
@@ -33,8 +34,8 @@ from tests.test_mosaic_gpu_ragged_plan import planned
 KEPT = Path(__file__).with_name("choices.txt")
 _HOPPER, _OTHERS = (90, 132), ((80, 108), (89, 58), (90, 114), (100, 148))
 _PATTERNS = BlockSparse(4, 8, 256, 0), BlockSparse(0, 6, 256, 4), BlockSparse(1, 9, 256, -2)
-_NOT_SHOWN = {"attention", "geometry", "problem", "kinds", "kinds_there", "kernel_name", "takes_all"}
-_NOT_SHOWN |= {"merges_copies", "partial_bytes", "splits_of_whole"}  # they follow from `copies`, which is 1 here
+_NOT_SHOWN = {"attention", "geometry", "problem", "kernel_name", "takes_all"}
+_NOT_SHOWN |= {"merges_copies", "splits_of_whole"}  # they follow from `copies`, which is 1 here
 
 
 def _array(dtype, *shape):
@@ -205,7 +206,7 @@ def _decode_of_triton(problem: Problem, gpu: Device) -> str:
 
 def _ragged_on_hopper(problem: Problem, gpu: Device) -> str:
     made = ragged_geometry.Geometry(problem, ragged_choose.tune(problem, gpu))
-    kinds = [_shown(kind) for kind in made.kinds_there]
+    kinds = [_shown(kind) for kind in ragged_kinds.kinds_there(made)]
     return " | ".join([_shown(made.tuning), str(ragged_refs.shared_memory_bytes(made)), _shown(made), *kinds])
 
 

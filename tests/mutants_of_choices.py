@@ -112,7 +112,7 @@ MUTANTS_OF_CHOICES = [
     ),
     Mutant(
         "choice: thin splits of a ragged batch are rounded up",
-        "kernels/mosaic_gpu/ragged/geometry.py",
+        "kernels/mosaic_gpu/ragged/kinds.py",
         "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5",
         "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.874",
         _TESTS,

@@ -124,8 +124,8 @@ MUTANTS_OF_KERNELS = [
     ),
     Mutant(
         "mosaic_gpu: thin items only, of the last tile of queries only",
-        "kernels/mosaic_gpu/ragged/geometry.py",
-        "return self.geometry.kinds_there == (self,)",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "return kinds_there(self.geometry) == (self,)",
         "return False",
         "tests/test_mosaic_gpu_ragged.py -k more_queries_than_said",
     ),

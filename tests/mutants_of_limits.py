@@ -314,14 +314,14 @@ MUTANTS_OF_LIMITS = [
     ),
     Mutant(
         "ragged: both halves of a split item have one counter",
-        "kernels/mosaic_gpu/ragged/geometry.py",
+        "kernels/mosaic_gpu/ragged/kinds.py",
         "return first + first_partial * self.halves + half",
         "return first + first_partial * self.halves",
         "tests/test_mosaic_gpu_ragged_plan.py -k cover_each_row",
     ),
     Mutant(
         "ragged: there are too few counters of split items",
-        "kernels/mosaic_gpu/ragged/geometry.py",
+        "kernels/mosaic_gpu/ragged/kinds.py",
         "else self.num_partials * self.halves\n",
         "else self.num_partials\n",
         "tests/test_mosaic_gpu_ragged_plan.py -k has_a_counter",

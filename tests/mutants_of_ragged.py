@@ -26,7 +26,7 @@ MUTANTS_OF_RAGGED = [
     ),
     Mutant(
         "mosaic_gpu: wide items are never split into less than even shares",
-        "kernels/mosaic_gpu/ragged/geometry.py",
+        "kernels/mosaic_gpu/ragged/kinds.py",
         "(1.0, 0.5, 1 / 3), (1.0, 0.6)",
         "(1.0, 1.0, 1.0), (1.0, 0.6)",
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",

@@ -28,6 +28,7 @@ from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry as MlaGeometry
 from paged_jax.kernels.mosaic_gpu.ragged import load_tiles, plan
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.problem import Problem
 from tests.test_mosaic_gpu_mla import problem_of
 from tests.test_mosaic_gpu_narrow import geometry_of
@@ -214,7 +215,7 @@ def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_
     rng = np.random.default_rng(0)
     caches = [rng.integers(-99, 99, (num_blocks, 2, block_size, 64)).astype(np.float32) for _ in range(2)]
     by_token = [x.swapaxes(1, 2)[ids].reshape(-1, 2, 64) for x in caches]
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         for number in range(int(plan.count.total(plan.Counted.ITEMS, kind, counts))):
             item = plan.find(jnp.int32(number), counts, lengths, kind)
             end, begin = int(item.values_end), int(item.begin)

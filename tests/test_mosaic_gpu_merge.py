@@ -14,6 +14,7 @@ from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.ptx import merge as mla_merge
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry as RaggedGeometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ragged_merge
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import PerHead
@@ -81,7 +82,7 @@ def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_si
     """Threads share rows of any size, and the rows and splits are loaded in as many steps as they need."""
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
     geometry, *_ = planned((40,), (900,), 8, 2, head_size, None, options=options, num_programs=4)
-    kind, problem = geometry.kinds[of_kind], geometry.problem
+    kind, problem = kinds_of(geometry)[of_kind], geometry.problem
     first_token, first_partial, kv_head = 2, 3, 1
     out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.halves, 64), head_size)
     log_sums[:, half, 1] = -np.inf  # a row that sees no token at all
@@ -119,10 +120,10 @@ def test_copies_of_queries(gpu, has_sinks):
     geometry, *_ = planned((40,), (900,), 8, 2, 64, None, options=options, num_programs=4)
     geometry = RaggedGeometry(dataclasses.replace(geometry.problem, copies=2), geometry.tuning)
     none = ragged_merge.Copy(*scalars(0, 0, 1, 2, 0, 0))
-    wide = ragged_merge.Copy(*scalars(1, geometry.kinds[0].tokens + 21, 2, 1, 2, 3))
+    wide = ragged_merge.Copy(*scalars(1, kinds_of(geometry)[0].tokens + 21, 2, 1, 2, 3))
     thin = ragged_merge.Copy(*scalars(0, 5, 1, 2, 7, 1))
     pairs = [(wide, thin), (none, thin), (none, none), (thin, wide._replace(heads_together=np.int32(2)))]
-    kinds = {int(kind.is_wide): kind for kind in geometry.kinds}
+    kinds = {int(kind.is_wide): kind for kind in kinds_of(geometry)}
     partials = {is_wide: partials_of(rng, (16, kind.halves, 64), 64) for is_wide, kind in kinds.items()}
     shape = len(pairs) + 1, 8, 64
     refs = ragged_merge.CopyRefs(

@@ -12,6 +12,7 @@ from paged_jax import BlockSparse
 from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
 from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
+from paged_jax.kernels.mosaic_gpu.ragged import kinds
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, rows, scan, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
@@ -32,7 +33,7 @@ def gpu():
 def kinds_of(head_size, group=4, *, options=None, **others):
     """The wide and the thin items of a problem with 2 kv heads."""
     geometry, *_ = planned((40,), (900,), 2 * group, 2, head_size, None, options=options, **others)
-    return geometry.kinds
+    return kinds.kinds_of(geometry)
 
 
 def values(rng, *shape):

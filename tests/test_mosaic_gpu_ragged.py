@@ -23,6 +23,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import choose, items, ptx
 from paged_jax.kernels.mosaic_gpu.ragged import wide as ragged_wide
 from paged_jax.kernels.mosaic_gpu.ragged.count import count_before_kernel, total
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kernel_name, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, interpreted_mla, interpreted_ptx, oracle, plain
@@ -126,8 +127,8 @@ def test_split_items_in_the_interpreter(case):
     chosen = replace(choose.tune(problem, Device()), counts_in_kernel=False, **tuning)
     geometry = Geometry(problem, chosen)
     counts = count_before_kernel(operands.query_start_loc, operands.seq_lens, geometry)
-    assert len(geometry.kinds_there) == 2
-    assert all(total(Counted.PARTIALS, kind, counts) > 1 for kind in geometry.kinds)
+    assert len(kinds_there(geometry)) == 2
+    assert all(total(Counted.PARTIALS, kind, counts) > 1 for kind in kinds_of(geometry))
     check(case, made, call("ragged_paged_attention", operands, **tuning))
     assert not interpret_pallas_call.get_races().races_found
 
@@ -301,7 +302,7 @@ def test_lowers_for_cuda():
     geometry = Geometry(problem, choose.tune(problem, Device()))
     assert text.count("@mosaic_gpu_v2") == 1
     # Profiles show this name.
-    assert f"{geometry.kernel_name}_mosaic_gpu" in text
+    assert f"{kernel_name(geometry)}_mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, kinds_of, num_counters
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
@@ -60,7 +61,7 @@ def planned(
 def test_the_cost_of_a_long_prompt_does_not_overflow():
     """With an overflow, all items would be split, and partial results written far past the end of their array."""
     geometry, counts, _ = planned((371_000,), (371_000,), 64, 1, 128, None, table_width=23_188)
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         assert int(count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
 
 
@@ -69,7 +70,7 @@ def test_the_cost_of_a_long_prompt_does_not_overflow():
 def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
     """A warp without runs waits for stages, but nobody waits for it. If it falls a ring behind, it waits forever."""
     geometry, *_ = planned((1, 40), (70, 40), 8, 2, head_size, None, block_size=block_size)
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         assert kind.runs_per_tile >= LOADING_WARPS
         assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
 
@@ -86,7 +87,7 @@ def test_there_is_room_for_all_partial_results(of_kind):
         geometry, counts, _ = planned(
             tuple(queries), tuple(lens), 8, 2, 64, None, num_programs=programs, tile=64, thin_tile=64, least_split=1
         )
-        kind = geometry.kinds[of_kind]
+        kind = kinds_of(geometry)[of_kind]
         partials = int(count.total(Counted.PARTIALS, kind, counts))
         assert partials <= kind.num_partials
         fullest = max(fullest, partials / kind.num_partials)
@@ -96,9 +97,9 @@ def test_there_is_room_for_all_partial_results(of_kind):
 def test_each_half_of_a_split_item_has_a_counter():
     geometry, *_ = planned((1, 40), (70, 4000), 8, 2, 64, None, table_width=250)
     places = [
-        (kind, i, half) for kind in geometry.kinds for i in range(kind.num_partials) for half in range(kind.halves)
+        (kind, i, half) for kind in kinds_of(geometry) for i in range(kind.num_partials) for half in range(kind.halves)
     ]
-    assert [kind.split_counter(i, half) for kind, i, half in places] == list(range(2, geometry.num_counters))
+    assert [kind.split_counter(i, half) for kind, i, half in places] == list(range(2, num_counters(geometry)))
 
 
 @pytest.mark.sampled(1)
@@ -109,7 +110,7 @@ def test_the_longest_items_come_first(query_lens, padding):
     lens, query_lens = (300, 900, 0, 4000, 900, 140, 20_000) + (0,) * padding, query_lens + (0,) * padding
     geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
     most_cost = dict.fromkeys(range(len(lens) + 1), 0)
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         for number in range(int(count.total(Counted.ITEMS, kind, counts))):
             item = plan.find(jnp.int32(number), counts, lengths, kind)
             most_cost[int(item.seq)] = max(most_cost[int(item.seq)], int(item.num_tiles) * kind.tile_cost)
@@ -139,16 +140,16 @@ def test_wide_items_are_split_to_fill_their_last_wave():
     """The 184 items of 736 queries would fill a second wave of programs by less than half."""
     query_lens, lens = (736, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
-    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 2 * 8 * 23
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 2 * 8 * 23
     geometry, counts, _ = planned((4096,), (4096,), 32, 8, 128, None, table_width=4096, num_programs=132)
-    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 128
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 128
 
 
 def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
     """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
     query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
-    assert int(count.total(Counted.ITEMS, geometry.kinds[0], counts)) == 8 * 32
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 32
     assert int(counts.wide_programs[0]) == 128
 
 
@@ -157,7 +158,7 @@ def test_long_thin_items_beside_wide_ones_are_split(query_lens, thin_tiles):
     """One that begins when no wide item is left ends last. It does not matter in a call that is long beside it."""
     lens = tuple(8192 if queries == 1 else queries for queries in query_lens)
     geometry, counts, lengths = planned(query_lens, lens, 32, 8, 128, None, table_width=512, num_programs=132)
-    thin = geometry.kinds[1]
+    thin = kinds_of(geometry)[1]
     numbers = jnp.arange(int(count.total(Counted.ITEMS, thin, counts)), dtype=jnp.int32)
     of = functools.partial(plan.find, counts=counts, lengths_gmem=lengths, kind=thin)
     assert int(jax.jit(jax.vmap(of))(numbers).num_tiles.max()) == thin_tiles
@@ -168,7 +169,7 @@ def test_few_heads_are_read_at_a_time(tiles):
     """Items of up to two waves, or of up to one, alternate between heads, and begin with their last query tile."""
     num_tokens = 8 * tiles
     geometry, counts, lengths = planned((num_tokens,), (num_tokens,), 5 * 16, 5, 64, None, num_programs=12)
-    kind = geometry.kinds[0]
+    kind = kinds_of(geometry)[0]
     tiles = num_tokens // kind.tokens
     found = jax.jit(jax.vmap(lambda i: plan.find(i, counts, lengths, kind)))(jnp.arange(5 * tiles, dtype=jnp.int32))
     heads = min(5, max(1, (2 if 5 * tiles <= 8 * 12 else 1) * 12 // tiles))
@@ -187,7 +188,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits: 12 of them would start when others end."""
     lens = (seq_len,) * num_seqs
     geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
-    num_items = int(count.total(Counted.ITEMS, geometry.kinds[1], counts))
+    num_items = int(count.total(Counted.ITEMS, kinds_of(geometry)[1], counts))
     assert num_items == 8 * num_seqs * splits
 
 
@@ -195,7 +196,7 @@ def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
     shape, tuning = (32, 8, 128, None), {"num_programs": 132, "least_thin_split": 16}
     geometry, counts, lengths = planned((1,), (89 * 128,), *shape, table_width=2048, **tuning)
-    kind = geometry.kinds[1]
+    kind = kinds_of(geometry)[1]
     items = [jax.tree.map(int, plan.find(jnp.int32(i), counts, lengths, kind)) for i in range(11)]
     assert {item.kv_head for item in items} == {0}
     assert [item.num_tiles for item in items] == [9] * 9 + [8, 0]
@@ -210,7 +211,7 @@ def test_items_cover_each_row_and_token_once(shape):
         query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
     )
     seen, partials, splits, counters = {}, ([], []), {}, {}
-    for kind, found in zip(geometry.kinds, partials, strict=True):
+    for kind, found in zip(kinds_of(geometry), partials, strict=True):
         num_items = int(count.total(Counted.ITEMS, kind, counts))
         for number in range(num_items):
             item = jax.tree.map(int, plan.find(jnp.int32(number), counts, lengths, kind))
@@ -251,7 +252,7 @@ def test_tiles_cover_cached_and_new_tokens_once(window):
         query_lens, seq_lens, 8, 2, 64, window, prefix=True, num_programs=32, tile=64, thin_tile=64, least_split=2
     )
     tokens_of, new_splits = {}, set()
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         for item, spans in items_and_spans(counts, lengths, kind, most_tiles=9):
             tokens = tokens_of.setdefault((item.seq, item.kv_head, item.first_token, item.num_tokens), [])
             new_splits |= {start for start, *_, is_new in spans[:1] if is_new}
@@ -290,7 +291,7 @@ def test_each_query_is_in_items_of_one_kind(num_heads, num_kv_heads):
     geometry, *_ = planned((1, 40), (70, 40), num_heads, num_kv_heads, 64, None)
     lens = jnp.arange(1, 6 * geometry.half_tokens + 1)
     sequence, queries = sequences.Sequence(lens, lens, lens), 0
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         tiles, of_kind = (np.asarray(f(sequence, kind)) for f in (sequences.query_tiles, sequences.num_queries))
         first = np.where(of_kind > 0, np.asarray(sequences.first_query(sequence, kind)), queries)
         np.testing.assert_array_equal(first, queries)

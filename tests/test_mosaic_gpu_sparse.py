@@ -18,6 +18,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import count as ragged_count
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as ragged_pattern
 from paged_jax.kernels.mosaic_gpu.ragged import plan
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Unsupported
@@ -79,7 +80,7 @@ def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_
     geometry, counts, lengths = planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix)
     options = {"block_sparse": pattern, "sliding_window": window}
     first_token, split = np.cumsum([0, *query_lens]), False
-    for kind in geometry.kinds:
+    for kind in kinds_of(geometry):
         items = {}
         for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
             item = jax.tree.map(int, plan.find(jnp.int32(number), counts, lengths, kind))
@@ -104,7 +105,7 @@ def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_
 def test_tiles_without_a_mask_need_none(pattern, heads):
     """The pattern hides no token of these tiles from any row. If heads share a pattern, some such tiles are stripes."""
     geometry, counts, lengths = planned((40,), (1000,), 4, 1, pattern, None, 1024, prefix=False)
-    kind, far = geometry.kinds[0], 0
+    kind, far = kinds_of(geometry)[0], 0
     for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
         item = plan.find(jnp.int32(number), counts, lengths, kind)
         first, last = int(item.position), int(item.position) + int(item.num_tokens) - 1

@@ -19,6 +19,7 @@ from paged_jax.engine import SharedPrefixes
 from paged_jax.kernels import problem
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Device
 from tests import inputs, oracle, plain
@@ -234,7 +235,7 @@ def test_items_of_random_batches(seed):
     facts = problem.Problem.of_call(query, cache.key_cache, cache.value_cache, shared.batch[0], options)
     tuning = dataclasses.replace(choose.tune(facts, H200), counts_in_kernel=False)
     geometry = Geometry(facts, tuning)
-    wide, thin = geometry.kinds
+    wide, thin = kinds_of(geometry)
     for _ in range(5):
         ends = np.sort(rng.integers(0, 65, 4))
         lens = [*rng.integers(0, 16 * 1024, 4), 0, *rng.integers(0, rng.choice([50, 2000, 16000]), 64)]

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
+
 
 def merge_item(refs, rows, kind):
     @pl.loop(0, rows.num_tokens * kind.geometry.problem.group)
@@ -23,7 +25,7 @@ def merge_copies(refs, number, copies, geometry):
         query, head = row // geometry.problem.num_heads, row % geometry.problem.num_heads
         state = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(geometry.problem.head_size, jnp.float32)
         for copy in copies:
-            for kind, partials in zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True):
+            for kind, partials in zip(kinds_of(geometry), (refs.wide_partials, refs.thin_partials), strict=True):
                 if kind.may_exist:
                     splits = jnp.where(copy.is_wide == int(kind.is_wide), copy.splits, 0)
                     state = _add(state, splits, *_place(copy.token, head, copy, kind), partials)

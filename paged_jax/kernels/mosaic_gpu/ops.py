@@ -11,6 +11,7 @@ from paged_jax.kernels.mosaic_gpu.decode import choose
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose as ragged_choose
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import partial_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -55,7 +56,7 @@ def merges_copies(operands: Any) -> bool:
         geometry = Geometry(problem, ragged_choose.tune(problem, device))
     except Unsupported:
         return False
-    return geometry.has_whole_tiles and geometry.partial_bytes <= _MOST_PARTIAL_BYTES
+    return geometry.has_whole_tiles and partial_bytes(geometry) <= _MOST_PARTIAL_BYTES
 
 
 def paged_attention(

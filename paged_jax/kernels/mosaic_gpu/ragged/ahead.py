@@ -14,7 +14,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_most
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient
 from paged_jax.kernels.mosaic_gpu.ragged.count import costs, sequences_of
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import ahead, scan, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
@@ -32,7 +33,7 @@ def prefetch(refs: Refs, geometry: Geometry) -> None:
     sequences = sequences_of(scan.iota() & (WARP - 1), refs, geometry) if guesses else None
     ahead.prefetch_queries(inputs.query, inputs.lengths.query_start_loc, program)
     if sequences is not None:
-        _prefetch_item(program, sequences, refs, geometry.kinds_there)
+        _prefetch_item(program, sequences, refs, kinds_there(geometry))
     ahead.prefetch_tables(inputs.block_tables, inputs.lengths, program, problem.block_size)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import div
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import numbers
 
 _MOST_EXACT = 1 << 22  # smaller quotients of floats have an error of less than 1

@@ -14,6 +14,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import num_counters
 from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs
 from paged_jax.kernels.problem import Problem
@@ -79,6 +80,6 @@ def _attend(
             sinks = vectors.per_head.sinks
             merge(geometry, MergeRefs(query_start_loc, seq_lens, sinks, counted, *partials, out_ref, lse_ref))
 
-    counters = jnp.zeros((geometry.num_counters,), jnp.int32)  # a reference, because the kernel writes to it
+    counters = jnp.zeros((num_counters(geometry),), jnp.int32)  # a reference, because the kernel writes to it
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA removes these zeros
     return apart(pl.run_state(run)((counters, *unwritten))[1:])

@@ -23,7 +23,8 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
@@ -44,7 +45,7 @@ class _Totals(NamedTuple):
 
     @classmethod
     def of(cls, costs: list) -> "_Totals":
-        """Makes totals of the costs of `Geometry.kinds_there`."""
+        """Makes totals of the costs of `kinds_there`."""
         *wide, thin = costs
         return cls(wide[0] if wide else jnp.float32(0), thin)
 
@@ -83,7 +84,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     ends = jnp.append(query_start_loc[1:], query_start_loc[-1])
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
 
-    totals = _Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in geometry.kinds_there])
+    totals = _Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in kinds_there(geometry)])
     may_order = (sequences.query_len[WARPGROUP:] == 0).all()
     lanes = _Lanes(
         sum_up=lambda of_sequences: jnp.stack([of(sequences).sum() for of in of_sequences]).astype(jnp.float32),
@@ -110,7 +111,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     """Counts the work in shared memory, unless XLA has counted it."""
     if not geometry.tuning.counts_in_kernel:
         return refs.inputs_gmem.counts
-    smem, kinds = refs.smem, geometry.kinds_there
+    smem, kinds = refs.smem, kinds_there(geometry)
     parts = range(0, geometry.count_columns, WARPGROUP)
     first, *others = [sequences_of(scan.iota() + part, refs, geometry) for part in parts]
     sums = [_over_parts(functools.partial(costs, kind=kind), [first, *others]) for kind in kinds]
@@ -171,7 +172,7 @@ def _ordered(
         return list(counts.values())
 
     def order():
-        used = scan.used(len(geometry.kinds_there), smem.counted)
+        used = scan.used(len(kinds_there(geometry)), smem.counted)
         places = scan.places_largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, used)
         return scan.moved(counts, places, smem.table, smem.order)
 
@@ -232,7 +233,7 @@ def costs(sequences: Sequence, kind: ItemKind) -> Array:
 
 def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     """Computes `Counts.wide_programs`."""
-    if not geometry.kinds[0].may_exist:
+    if not kinds_of(geometry)[0].may_exist:
         return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
     part = wide * reciprocal(lax.max(wide + thin, jnp.float32(1)), geometry)
@@ -246,7 +247,7 @@ def _wide_at_once(counts: Counts, geometry: Geometry) -> Any:
 
     A shared prefix is few wide items, which are long. If one of them began late, it would end last.
     """
-    wide, thin = geometry.kinds
+    wide, thin = kinds_of(geometry)
     if not wide.may_exist:
         return jnp.int32(0)
     for_thin = (total(Counted.ITEMS, thin, counts) > 0).astype(jnp.int32)
@@ -276,11 +277,11 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
-        _Candidate(kind, _target(share * part, totals, kind)) for kind in geometry.kinds_there for part in kind.shares
+        _Candidate(kind, _target(share * part, totals, kind)) for kind in kinds_there(geometry) for part in kind.shares
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
-        return _Shares(*[costs.get(kind, share) for kind in geometry.kinds]), False, wide_programs
+        return _Shares(*[costs.get(kind, share) for kind in kinds_of(geometry)]), False, wide_programs
 
     def by_kind(wide: Any, thin: Any) -> Array:
         return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
@@ -291,18 +292,18 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
     programs, saved = by_kind(wide, thin), jnp.int32(0)
     items = lax.max(numbers, jnp.ones_like(numbers))
     waves = _waves(items, programs, geometry)
-    if geometry.kinds[0].may_exist:
+    if kinds_of(geometry)[0].may_exist:
         more = by_kind(jnp.where(_may_be_more(thin, geometry), wide + _MORE, wide), thin)
         fewer_waves = _waves(items, more, geometry)
         saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
         programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
-    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in geometry.kinds])
+    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in kinds_of(geometry)])
     times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
     times = lanes.collect(times, len(candidates))
     fits = lanes.vote((numbers <= programs).astype(jnp.int32))
     chosen, begin_at_once = {}, True
-    for kind in geometry.kinds_there:
+    for kind in kinds_there(geometry):
         (best, cost, least), *others = [(i, x.cost, times[i]) for i, x in enumerate(candidates) if x.kind == kind]
         for i, other, time in others:
             is_less = (time < least) & may_order
@@ -310,7 +311,7 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
         if kind.is_wide:
             wide_programs += _MORE * ((saved >> best) & 1)
-    return _Shares(*[chosen.get(kind, share) for kind in geometry.kinds]), begin_at_once, wide_programs
+    return _Shares(*[chosen.get(kind, share) for kind in kinds_of(geometry)]), begin_at_once, wide_programs
 
 
 def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
@@ -340,7 +341,7 @@ def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
     """The cost of each sequence's costliest item or split; 0 if the sequence has no item."""
     most = jnp.zeros_like(sequences.seq_len)
-    for kind in geometry.kinds_there:
+    for kind in kinds_there(geometry):
         tiles = most_tiles(sequences, kind)
         if kind.may_split:
             splits = splits_of(sequences, shares.of(kind), kind)
@@ -352,7 +353,7 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
 def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[int, Array]:
     """The counts of each sequence, keyed by row of the table; rows that nobody reads are left out."""
     counts = {}
-    for kind in geometry.kinds_there:
+    for kind in kinds_there(geometry):
         items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
         if not kind.may_split:
             counts[_row(Counted.ITEMS, kind)] = items

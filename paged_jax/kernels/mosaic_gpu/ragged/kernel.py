@@ -37,7 +37,8 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.ragged import ahead, items, queries, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import NO_ITEM, WIDE, kernel_name, kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 
@@ -59,7 +60,7 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
         num_threads=3,
         grid=(geometry.tuning.num_programs,),
         grid_names=("program",),
-        kernel_name=geometry.kernel_name,
+        kernel_name=kernel_name(geometry),
     )
 
 
@@ -91,7 +92,7 @@ def _clear_padding(refs: Refs, geometry: Geometry) -> None:
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
     """Attends to all items that the loading warpgroup describes."""
-    wide_kind, thin_kind = geometry.kinds
+    wide_kind, thin_kind = kinds_of(geometry)
 
     def attend_to_wide_or_thin(state):
         stage, item_kind = state

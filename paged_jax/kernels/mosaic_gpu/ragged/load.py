@@ -15,7 +15,8 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.ragged import count, items, plan
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
@@ -33,7 +34,7 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     """
     counts = count.count_in_kernel(refs, geometry)
     program, wide_programs = lax.axis_index("program"), counts.wide_programs[0]
-    begins_wide, (wide, thin), zero = program < wide_programs, geometry.kinds, jnp.int32(0)
+    begins_wide, (wide, thin), zero = program < wide_programs, kinds_of(geometry), jnp.int32(0)
 
     def take(kind: ItemKind, phase: Scalar, items_before: Scalar) -> Scalar:
         own = wide_programs if kind.is_wide else jnp.int32(geometry.tuning.num_programs) - wide_programs

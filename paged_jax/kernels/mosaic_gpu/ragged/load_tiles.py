@@ -19,7 +19,7 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.ragged import plan
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range

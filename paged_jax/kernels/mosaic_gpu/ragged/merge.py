@@ -25,6 +25,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ptx
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Ref
@@ -77,7 +78,7 @@ def _copy_of(row: Scalar, seq: Scalar, refs: MergeRefs, geometry: Geometry) -> p
     """Finds the partial results of a row of the batch, which is a query of sequence `seq`."""
     problem, counts = geometry.problem, refs.counts
     sequence = sequences.sequence_of(seq, Lengths(refs.seq_lens, refs.query_start_loc), problem)
-    token, (wide, thin) = row - sequence.first_token, geometry.kinds
+    token, (wide, thin) = row - sequence.first_token, kinds_of(geometry)
     is_wide = token < sequences.num_queries(sequence, wide) if wide.may_exist else jnp.bool_(False)
 
     def either(of_kind):

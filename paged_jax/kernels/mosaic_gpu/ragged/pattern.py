@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.options import BlockSparse
 
 

@@ -25,7 +25,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, pattern_of, rank_of, token_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence

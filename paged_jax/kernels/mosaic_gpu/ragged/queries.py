@@ -12,7 +12,8 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.ragged import items, plan, softmax
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import WIDE, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import WIDE
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows

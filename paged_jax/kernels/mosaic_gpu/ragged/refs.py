@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
 _ITEM_FIELDS = 20  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
@@ -63,7 +64,7 @@ class Inputs(NamedTuple):
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     lengths: Lengths
-    counters: Ref  # [`Geometry.num_counters`], 0 at first: of claimed items, and of stored partial results of items
+    counters: Ref  # [`num_counters`], 0 at first: of claimed items, and of stored partial results of items
     counts: Counts  # the batch's counts, if XLA has counted them
     options: Any  # `OptionArrays` of references; each array has one axis or more
     new_key: Ref = ABSENT  # [num_tokens, num_kv_heads, head_size], in `prefix_attention`
@@ -192,13 +193,13 @@ def outputs(geometry: Geometry) -> Outputs:
         jax.ShapeDtypeStruct((problem.num_queries, problem.num_heads, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((problem.num_queries, problem.num_heads), f32),
         counts,
-        *(partials(kind) for kind in geometry.kinds),
+        *(partials(kind) for kind in kinds_of(geometry)),
     )
 
 
 def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
-    wide, thin = (_barriers(kind) for kind in geometry.kinds)
+    wide, thin = (_barriers(kind) for kind in kinds_of(geometry))
     queries, rows = geometry.tuning.queries, plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
     reads_queries = geometry.reads_own_queries
     counts, counted, ordered_by = _counts(geometry)
@@ -272,7 +273,7 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
     columns = geometry.count_columns
     warps = WARPGROUP // WARP
     table = plgpu.SMEM((2 * len(Counted), columns + 1 + warps), jnp.int32)
-    rows = 1 + sum(1 + len(kind.shares) for kind in geometry.kinds_there)
+    rows = 1 + sum(1 + len(kind.shares) for kind in kinds_there(geometry))
     counted = plgpu.SMEM((rows, warps), jnp.float32)
     order = plgpu.SMEM((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
     return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, order

@@ -14,7 +14,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, s
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.registers import exp, layout
 from paged_jax.kernels.mosaic_gpu.ragged import items, softmax
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as counters
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows

@@ -12,7 +12,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv,
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.problem import Problem
 
 _FEW_WAVES = 8  # more waves of items leave little idle at their end

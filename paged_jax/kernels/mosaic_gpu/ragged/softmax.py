@@ -18,7 +18,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, inverse, layout, power_of_two
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows

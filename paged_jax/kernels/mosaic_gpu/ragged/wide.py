@@ -19,7 +19,7 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
 from paged_jax.kernels.mosaic_gpu.ragged import items, plan, queries, results, softmax
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products

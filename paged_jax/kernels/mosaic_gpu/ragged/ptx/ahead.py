@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 
 _LINE = 128  # bytes that a prefetch brings
 _WARPS = 2 * WARPGROUP // WARP  # of the computing warpgroups

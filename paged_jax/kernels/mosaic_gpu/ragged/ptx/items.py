@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
 
 

@@ -29,7 +29,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of
 
 _IN_FLIGHT = 8  # partial results of a query that are loaded together
 _FEW_SPLITS = 4  # of an item
@@ -202,7 +203,7 @@ def _source_of(at: CopyRefs, copy: Copy, head, begin, geometry: Geometry) -> _So
         rows = i64(kind.halves * WGMMA_ROWS)
         return [*partials, arith.addi(arith.muli(as_i64(partial), rows), as_i64(of_partial)), rows]
 
-    (wide, thin), found = geometry.kinds, []
+    (wide, thin), found = kinds_of(geometry), []
     found = source(thin, at.thin_partials)
     if wide.may_exist:
         is_wide = less(i32(0), copy.is_wide)

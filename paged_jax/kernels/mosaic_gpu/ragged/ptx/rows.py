@@ -42,7 +42,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 

@@ -34,7 +34,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
     CHUNK,
