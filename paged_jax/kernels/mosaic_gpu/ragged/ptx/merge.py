@@ -120,6 +120,7 @@ def _either(condition, then: Callable[[], None], otherwise: Callable[[], None]) 
     """Does one thing or the other."""
     branch = scf.IfOp(condition, [], has_else=True)
     for block, do in ((branch.then_block, then), (branch.else_block, otherwise)):
+        assert block is not None
         with ir.InsertionPoint(block):
             do()
             scf.yield_([])
