@@ -153,6 +153,27 @@ MUTANTS_OF_PTX = [
         _TESTS,
     ),
     Mutant(
+        "ptx: some rows of a split item are never merged",
+        "kernels/mosaic_gpu/ragged/ptx/merge.py",
+        "i32(_rows_at_once(vectors, geometry))",
+        "i32(2 * _rows_at_once(vectors, geometry))",
+        "tests/test_mosaic_gpu_merge.py -k ragged",
+    ),
+    Mutant(
+        "ptx: all vectors of a thread are its first one",
+        "kernels/mosaic_gpu/ragged/ptx/merge.py",
+        "arith.addi(start, i64(i * step))",
+        "start",
+        "tests/test_mosaic_gpu_merge.py -k ragged",
+    ),
+    Mutant(
+        "ptx: merged vectors overwrite each other",
+        "kernels/mosaic_gpu/hopper/merge.py",
+        "i32(i * threads)",
+        "i32(0)",
+        "tests/test_mosaic_gpu_merge.py -k ragged",
+    ),
+    Mutant(
         "ptx: a warp's share overwrites sums that other warps have not read",
         "kernels/mosaic_gpu/mla/ptx/merge.py",
         "    mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part\n",
