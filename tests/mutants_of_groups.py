@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in recovery from failures, in followers and in replicas."""
+"""The bugs that `tests.mutants` makes on purpose in recovery from failures, followers, replicas and processes."""
 
 from tests.mutants_made import Mutant
 
@@ -8,6 +8,34 @@ FOLLOWERS = "tests/test_engine_followers.py"
 REQUESTS = "tests/test_engine_requests.py"
 
 MUTANTS_OF_GROUPS = [
+    Mutant(
+        "processes: all get signals",
+        "examples/server/processes.py",
+        "for process in processes[:1]:",
+        "for process in processes:",
+        "tests/test_serve_processes.py",
+    ),
+    Mutant(
+        "processes: a terminal's signals reach them all",
+        "examples/server/processes.py",
+        "start_new_session=True",
+        "start_new_session=False",
+        "tests/test_serve_processes.py",
+    ),
+    Mutant(
+        "processes: all have the first device",
+        "examples/server/processes.py",
+        '"JAX_LOCAL_DEVICE_IDS": str(index)',
+        '"JAX_LOCAL_DEVICE_IDS": "0"',
+        "tests/test_serve_processes.py",
+    ),
+    Mutant(
+        "processes: one that fails does not end the others",
+        "examples/server/processes.py",
+        "            process.kill()\n            process.wait()\n",
+        "            pass\n",
+        "tests/test_serve_processes.py",
+    ),
     Mutant(
         "engine: calls go on after a failure",
         "engine/base.py",

@@ -4,34 +4,6 @@ from tests.mutants_made import Mutant
 
 MUTANTS_OF_SERVER = [
     Mutant(
-        "processes: all get signals",
-        "examples/server/processes.py",
-        "for process in processes[:1]:",
-        "for process in processes:",
-        "tests/test_serve_processes.py",
-    ),
-    Mutant(
-        "processes: a terminal's signals reach them all",
-        "examples/server/processes.py",
-        "start_new_session=True",
-        "start_new_session=False",
-        "tests/test_serve_processes.py",
-    ),
-    Mutant(
-        "processes: all have the first device",
-        "examples/server/processes.py",
-        '"JAX_LOCAL_DEVICE_IDS": str(index)',
-        '"JAX_LOCAL_DEVICE_IDS": "0"',
-        "tests/test_serve_processes.py",
-    ),
-    Mutant(
-        "processes: one that fails does not end the others",
-        "examples/server/processes.py",
-        "            process.kill()\n            process.wait()\n",
-        "            pass\n",
-        "tests/test_serve_processes.py",
-    ),
-    Mutant(
         "worker: tickets are never deleted",
         "examples/server/worker.py",
         "            if not self._engine.is_unfinished(request_id):\n                del self._tickets[request_id]\n",
