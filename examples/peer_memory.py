@@ -47,7 +47,7 @@ def reach_each_other(mesh: Mesh) -> bool:
 
 @functools.cache
 def _reach_each_other(ordinals: tuple[int, ...]) -> bool:
-    driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver, can = _driver(), ctypes.c_int()
     pairs = [(a, b) for a in ordinals for b in ordinals if a != b]
     return all(driver.cuDeviceCanAccessPeer(ctypes.byref(can), *pair) == 0 and can.value == 1 for pair in pairs)
 

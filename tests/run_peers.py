@@ -53,7 +53,7 @@ def lack(mesh: Mesh) -> str | None:
 
 
 def with_substitute(mesh: Mesh) -> dict[str, Any]:
-    """The table's row of this process, and what is said if a process's driver cannot do something."""
+    """Finds this process's row of the table, and the error of each call of CUDA that fails in one process."""
     driver = Driver()
     peer_memory._driver = lambda: driver  # type: ignore[assignment]
     table = all_reduce.PeerSum.over(mesh, all_reduce.MULTIPLE).table
