@@ -23,6 +23,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVll
 from paged_jax.kernels.mosaic_gpu.decode.tiles.pairs import EightBitPairTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
+from paged_jax.kernels.mosaic_gpu.hopper import fence
 from paged_jax.kernels.problem import Device
 from tests import ragged_interpreter
 
@@ -177,6 +178,7 @@ def run_op(name, device, *operands, detect_races=True, **keywords):
         with (
             as_for(device),
             mock.patch.object(tiles, "class_of", lambda problem: INTERPRETED_TILES[class_of(problem)]),
+            mock.patch.object(fence, "show_cluster_what_is_stored"),
             ragged_interpreter.interpreting(detect_races),
         ):
             return jax.tree.map(np.asarray, function(*operands))

@@ -41,6 +41,7 @@ from paged_jax.kernels.mosaic_gpu.decode.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Queue, QueuedSplit, Split
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
+from paged_jax.kernels.mosaic_gpu.hopper import fence
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 
@@ -187,9 +188,10 @@ def _attend_split(
 def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry) -> None:
     """Merges an item's partial results once all programs of the cluster have stored theirs.
 
-    No L1 cache holds stale copies of partial results, because each program reads them here for the first time.
+    No L1 cache holds stale copies of partial results: the fence empties it, and nothing reads them before the barrier.
     """
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
+    fence.show_cluster_what_is_stored()
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
     merged = MergedScratch(smem.merged_out, smem.merged_lse)

@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, wide
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """Stores the results of a program's only split. In a cluster, they are in global memory when this returns."""
+    """Stores the results of a program's only split. In a cluster, this program sees them when this returns."""
     state = summed(state, geometry)
     v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     if not geometry.tuning.merges:
