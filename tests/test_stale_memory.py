@@ -59,7 +59,7 @@ def call_of(case, implementation):
 
 
 def assert_independent(case, implementation, device, runs):
-    """Runs a call over and over; each time, its memory holds new random bits before it begins."""
+    """Runs a call over and over; each time, kernels write random bits into its memory right before it begins."""
     attend, arrays = call_of(case, implementation)
     arrays = jax.device_put(arrays, device)
     attend = jax.jit(attend).lower(**arrays).compile()
@@ -71,9 +71,13 @@ def assert_independent(case, implementation, device, runs):
     def random_bits(key):
         return [jax.random.bits(jax.random.fold_in(key, size), (size,), jnp.uint32) for size in words]
 
-    for i in range(runs):
-        jax.block_until_ready(random_bits(jax.device_put(jax.random.key(i), device)))  # then this memory is free
-        for actual, wanted in zip(jax.tree.leaves(attend(**arrays)), first, strict=True):
+    keys = list(jax.device_put(jax.random.split(jax.random.key(0), runs), device))
+    results = []
+    for key in keys:
+        random_bits(key)  # its memory is free once it ends
+        results.append(attend(**arrays))
+    for i, result in enumerate(results):
+        for actual, wanted in zip(jax.tree.leaves(result), first, strict=True):
             assert_same_bytes(np.asarray(actual), wanted, f"run {i}")
 
 

@@ -134,7 +134,7 @@ def scratch(geometry: Geometry) -> Scratch:
     if geometry.stores_whole_items:
         dtype = jnp.dtype(problem.query_dtype)
         out = tuple(plgpu.SMEM((columns, part.size), dtype) for part in geometry.head_slices)
-    if tuning.merges:
+    if tuning.merges and not tuning.merges_in_cluster:
         partial_out = plgpu.SMEM((geometry.padded_head_size, columns), jnp.float32)
     return Scratch(
         merged_out=merged.out,

@@ -3,10 +3,12 @@
 A partial result is the normalised softmax over the split's tokens alone; `merge.py` merges an item's partial results.
 """
 
+from typing import NamedTuple
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, QueuedSplit, Split
@@ -16,7 +18,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale
-from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, wide
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
@@ -26,9 +28,8 @@ def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geomet
     if not geometry.tuning.merges:
         _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
         return
-    _store_partial(split.partial, v_scale, state, refs, tiles)
-    if geometry.tuning.merges_in_cluster:
-        plgpu.wait_smem_to_gmem(0)
+    store = _store_partial_directly if geometry.tuning.merges_in_cluster else _store_partial
+    store(split.partial, v_scale, state, refs, tiles)
 
 
 def store_queued_split(
@@ -93,17 +94,40 @@ def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
             plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
 
 
-def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
-    """Stores a partial result."""
-    smem, partials = refs.smem, refs.outputs_gmem.partials
+class _Partial(NamedTuple):
+    """A partial result in registers."""
+
+    out: list[Array]  # [rows, columns] of each head slice
+    maxima: Array  # [columns]
+    sums: Array  # [columns]
+
+
+def _partial_of(v_scale, state: State) -> _Partial:
     out, maxima, sums = state
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
-    row = 0
-    for x in (x * wide(v_scale / end.divisors, x.shape[0]) for x in out):
+    out = [x * wide(v_scale / end.divisors, x.shape[0]) for x in out]
+    return _Partial(out, layout(jnp.where(end.seen, maxima, -jnp.inf), 0), layout(sums, 0))
+
+
+def _store_partial_directly(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
+    """Stores a partial result from registers. The program that stores it merges it soon, with others."""
+    partials, row = refs.outputs_gmem.partials, 0
+    out, maxima, sums = _partial_of(v_scale, state)
+    for x in out:
+        tiles.store_partial_out(partials.out.at[partial], x, row)
+        row += x.shape[0]
+    store(partials.maxima.at[partial], maxima)
+    store(partials.sums.at[partial], sums)
+
+
+def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
+    """Stores a partial result by copies, which may still run when this returns."""
+    smem, partials, row = refs.smem, refs.outputs_gmem.partials, 0
+    out, maxima, sums = _partial_of(v_scale, state)
+    for x in out:
         tiles.store_partial_out(smem.partial_out, x, row)
         row += x.shape[0]
-    smem.maxima[...] = layout(jnp.where(end.seen, maxima, -jnp.inf), 0)
-    smem.sums[...] = layout(sums, 0)
+    smem.maxima[...], smem.sums[...] = maxima, sums
     plgpu.commit_smem()
     for x_smem, x_gmem in (
         (smem.partial_out, partials.out),

@@ -1,5 +1,7 @@
 """The fence between what a program stores in global memory and a signal to another program that reads it."""
 
+import jax.experimental.mosaic.gpu as mgpu
+
 from paged_jax.kernels.mosaic_gpu.hopper.inline import assembly, inline
 
 
@@ -13,6 +15,7 @@ def show_cluster_what_is_stored() -> None:
 
     @inline()
     def fence(_):
+        mgpu.warpgroup_barrier()  # other threads have stored, too
         assembly("fence.acq_rel.cluster;", "")
 
     fence()

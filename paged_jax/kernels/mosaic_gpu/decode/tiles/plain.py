@@ -146,9 +146,9 @@ class PlainTiles:
         """Stores O^T [head_size, columns] as [columns, head_size]."""
         store(out_smem.T, out)
 
-    def store_partial_out(self, partial_smem, out: Array, row: int) -> None:
-        """Stores O^T, or a head slice of it, from row `row` on."""
-        partial_smem[pl.ds(row, out.shape[0])] = out
+    def store_partial_out(self, partial, out: Array, row: int) -> None:
+        """Stores O^T, or a head slice of it, from row `row` on, in shared or global memory."""
+        store(partial.at[pl.ds(row, out.shape[0])], out)
 
 
 def tokens_of_run(offset, geometry: Geometry) -> Any:
