@@ -26,8 +26,8 @@ DECODE = [
     Case("cluster", 3, 1, 128, **FEW),
     Case("cluster-sinks", 3, 1, 256, **FEW, sinks=True),
     Case("cluster-wide-heads", 3, 1, 512, **FEW),
-    Case("cluster-e4m3", 8, 2, 128, cache_dtype="float8_e4m3fn", **FEW),
-    Case("queues", 16, 8, 128, **FEW),
+    Case("cluster-e4m3", 4, 1, 128, cache_dtype="float8_e4m3fn", **FEW),
+    Case("queues", 8, 2, 128, **FEW),
 ]
 RAGGED = [Case("split", 8, 2, 128, **PIECES), Case("split-e4m3", 8, 2, 64, cache_dtype="float8_e4m3fn", **PIECES)]
 LATENT = [
