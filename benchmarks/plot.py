@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +53,13 @@ def _what_is_all(op: str, ceiling: dict[str, Any]) -> str:
     return f"share{rate}{', or of the time that merely reading takes' if 'ragged' in op else ''}, %"
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    name: str = "benchmarks.plot",
-    description: str | None = __doc__,
-    draw: Callable[[dict[str, Any], Path], None] = plot,
-) -> int:
-    """Draws a file's picture by `draw`, as the command line of the module `name`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws a file's picture."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
-    draw(json.loads(args.file.read_text()), args.out)
+    plot(json.loads(args.file.read_text()), args.out)
     return 0
 
 

@@ -1,18 +1,19 @@
-"""Draws decode steps over GPUs, from a result of `bench_scale --part models`.
+"""Draws decode steps over GPUs, from results of `bench_scale --part models`.
 
-    python -m benchmarks.scale_plot FILE.json OUT.png
+    python -m benchmarks.scale_plot FILE.json ... OUT.png
 
-The left plot shows a step's time, and the right one its share: the time in which each GPU would merely read its part of
-the weights, keys and values, over the step's time.
+Each number of GPUs may have a file of its own; of rows of the same case the last file's is drawn. The left plot shows a
+step's time, and the right one its share: the time in which each GPU would merely read its part of the weights, keys and
+values, over the step's time.
 """
 
+import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from benchmarks import plot as command
 
 RATES = {"NVIDIA H200": 4.58e12}
 """Bytes per second of a kernel that merely reads (`bench_ceilings`)."""
@@ -65,9 +66,20 @@ def plot(report: dict[str, Any], out: Path) -> None:
     figure.savefig(out, dpi=100)
 
 
+def joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report with the rows of several; the last one's row of a case takes the place of the others' rows."""
+    rows = {(row["case"], row["contender"]): row for report in reports for row in report["rows"]}
+    return reports[-1] | {"rows": list(rows.values())}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws a file's picture."""
-    return command.main(argv, name="benchmarks.scale_plot", description=__doc__, draw=plot)
+    """Draws a picture of the files' rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_plot", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args(argv)
+    plot(joined([json.loads(file.read_text()) for file in args.files]), args.out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -188,6 +188,13 @@ MUTANTS_OF_PTX = [
         "tests/test_mosaic_gpu_guards.py",
     ),
     Mutant(
+        "guards: decode merges what its cluster does not see yet",
+        "kernels/mosaic_gpu/decode/kernel.py",
+        "    fence.show_cluster_what_is_stored()\n",
+        "",
+        "tests/test_mosaic_gpu_guards.py",
+    ),
+    Mutant(
         "guards: lse is copied before all threads have written it",
         "kernels/mosaic_gpu/mla/ptx/rows.py",
         "    plgpu.commit_smem()  # all threads have written their lse\n",

@@ -138,6 +138,17 @@ def test_all_reduces_alone(report, monkeypatch):
     assert xla["error"] < 0.01
 
 
+def test_files_of_the_plot():
+    """Of rows of the same case, the last file's counts."""
+    files = [
+        {"date": date, "rows": [{"case": case, "contender": "called", "us": us} for case, us in rows.items()]}
+        for date, rows in (("2026-11-26", {"tp=1": 4.0, "tp=2": 3.0}), ("2026-11-27", {"tp=2": 2.0}))
+    ]
+    found = scale_plot.joined(files)
+    assert found["date"] == "2026-11-27"
+    assert {row["case"]: row["us"] for row in found["rows"]} == {"tp=1": 4.0, "tp=2": 2.0}
+
+
 def test_points_of_the_plot():
     rows = [
         {"case": f"llama3-8b/tp={size}/{phase}/1x1024", "contender": "called", "us": us, "floor_bytes": 4.58e9 / size}

@@ -17,6 +17,7 @@ from tests.cases import Case
 from tests.test_cache_ops import assert_same_bytes
 
 RUNS = 300
+SIZES = [size for k in range(6, 21) for size in (2**k, 3 * 2 ** (k - 1))]  # words of 32 bits
 
 # A sequence without tokens is done first: its programs read each other's results at the start of the kernel.
 SEQ_LENS = (254, 127, 0, 1115, 498, 716, 0, 1100, 305, 64, 0, 1102, 360, 576, 825, 0, 1115)
@@ -58,27 +59,21 @@ def call_of(case, implementation):
     return attend, given | made.arrays
 
 
+@jax.jit
+def random_bits(key):
+    """Arrays of many sizes, of 20 MB together: whatever size a call then asks for, it gets memory of one of them."""
+    return [jax.random.bits(jax.random.fold_in(key, size), (size,), jnp.uint32) for size in SIZES]
+
+
 def assert_independent(case, implementation, device, runs):
-    """Runs a call over and over; each time, kernels write random bits into its memory right before it begins."""
+    """Runs a call over and over. Right before each, kernels write random bits into the memory that it will get."""
     attend, arrays = call_of(case, implementation)
     arrays = jax.device_put(arrays, device)
-    attend = jax.jit(attend).lower(**arrays).compile()
-    first = jax.tree.map(np.asarray, jax.tree.leaves(attend(**arrays)))
-    temporary = attend.memory_analysis().temp_size_in_bytes
-    words = sorted({-(-size // 4) for size in (temporary, *(x.nbytes for x in first))} - {0})
-
-    @jax.jit
-    def random_bits(key):
-        return [jax.random.bits(jax.random.fold_in(key, size), (size,), jnp.uint32) for size in words]
-
-    keys = list(jax.device_put(jax.random.split(jax.random.key(0), runs), device))
-    results = []
-    for key in keys:
-        random_bits(key)  # its memory is free once it ends
-        results.append(attend(**arrays))
-    for i, result in enumerate(results):
-        for actual, wanted in zip(jax.tree.leaves(result), first, strict=True):
-            assert_same_bytes(np.asarray(actual), wanted, f"run {i}")
+    attend = jax.jit(attend)
+    first = jax.tree.map(np.asarray, attend(**arrays))
+    for i in range(runs):
+        random_bits(jax.device_put(jax.random.key(i), device))
+        jax.tree.map(partial(assert_same_bytes, what=f"run {i}"), jax.tree.map(np.asarray, attend(**arrays)), first)
 
 
 @pytest.mark.gpu

@@ -3,16 +3,14 @@
 A partial result is the normalised softmax over the split's tokens alone; `merge.py` merges an item's partial results.
 """
 
-from typing import NamedTuple
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, QueuedSplit, Split
-from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
+from paged_jax.kernels.mosaic_gpu.decode.refs import Partials, Refs
 from paged_jax.kernels.mosaic_gpu.decode.softmax import State, sinks_of, summed
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
@@ -22,14 +20,13 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """Stores the results of a program's only split. In a cluster, this program sees them when this returns."""
+    """Stores the results of a program's only split."""
     state = summed(state, geometry)
     v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     if not geometry.tuning.merges:
         _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
         return
-    store = _store_partial_directly if geometry.tuning.merges_in_cluster else _store_partial
-    store(split.partial, v_scale, state, refs, tiles)
+    _store_partial(split.partial, v_scale, state, refs, geometry, tiles)
 
 
 def store_queued_split(
@@ -45,7 +42,7 @@ def store_queued_split(
     lax.cond(
         queued.is_whole,
         lambda: _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles),
-        lambda: _store_partial(split.partial, v_scale, state, refs, tiles),
+        lambda: _store_partial(split.partial, v_scale, state, refs, geometry, tiles),
     )
 
     @pl.when(split.is_first)
@@ -94,44 +91,21 @@ def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
             plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
 
 
-class _Partial(NamedTuple):
-    """A partial result in registers."""
-
-    out: list[Array]  # [rows, columns] of each head slice
-    maxima: Array  # [columns]
-    sums: Array  # [columns]
-
-
-def _partial_of(v_scale, state: State) -> _Partial:
+def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """Stores a partial result: in a cluster directly, otherwise by copies, which may still run when this returns."""
+    smem, partials, directly = refs.smem, refs.outputs_gmem.partials, geometry.tuning.merges_in_cluster
+    in_smem, in_gmem = Partials(smem.partial_out, smem.maxima, smem.sums), [x.at[partial] for x in partials]
+    stored = Partials(*in_gmem) if directly else in_smem
     out, maxima, sums = state
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
-    out = [x * wide(v_scale / end.divisors, x.shape[0]) for x in out]
-    return _Partial(out, layout(jnp.where(end.seen, maxima, -jnp.inf), 0), layout(sums, 0))
-
-
-def _store_partial_directly(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
-    """Stores a partial result from registers. The program that stores it merges it soon, with others."""
-    partials, row = refs.outputs_gmem.partials, 0
-    out, maxima, sums = _partial_of(v_scale, state)
-    for x in out:
-        tiles.store_partial_out(partials.out.at[partial], x, row)
+    row = 0
+    for x in (x * wide(v_scale / end.divisors, x.shape[0]) for x in out):
+        tiles.store_partial_out(stored.out, x, row)
         row += x.shape[0]
-    store(partials.maxima.at[partial], maxima)
-    store(partials.sums.at[partial], sums)
-
-
-def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, tiles: Tiles) -> None:
-    """Stores a partial result by copies, which may still run when this returns."""
-    smem, partials, row = refs.smem, refs.outputs_gmem.partials, 0
-    out, maxima, sums = _partial_of(v_scale, state)
-    for x in out:
-        tiles.store_partial_out(smem.partial_out, x, row)
-        row += x.shape[0]
-    smem.maxima[...], smem.sums[...] = maxima, sums
+    store(stored.maxima, layout(jnp.where(end.seen, maxima, -jnp.inf), 0))
+    store(stored.sums, layout(sums, 0))
+    if directly:
+        return
     plgpu.commit_smem()
-    for x_smem, x_gmem in (
-        (smem.partial_out, partials.out),
-        (smem.maxima, partials.maxima),
-        (smem.sums, partials.sums),
-    ):
-        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[partial])
+    for x_smem, x_gmem in zip(in_smem, in_gmem, strict=True):
+        plgpu.copy_smem_to_gmem(x_smem, x_gmem)

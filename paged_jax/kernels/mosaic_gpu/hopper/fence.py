@@ -1,4 +1,4 @@
-"""The fence between what a program stores in global memory and a signal to another program that reads it."""
+"""The fence between what a program stores in global memory and a signal to other programs, which read it."""
 
 import jax.experimental.mosaic.gpu as mgpu
 
@@ -6,16 +6,15 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import assembly, inline
 
 
 def show_cluster_what_is_stored() -> None:
-    """Orders what this warpgroup's threads stored before their next signals to programs of their cluster.
+    """Lets programs of this cluster see what this warpgroup has stored, once they get a signal that follows.
 
-    A finished wait for copies says that the waiting thread sees what they wrote. A signal, which travels from
-    multiprocessor to multiprocessor, is faster than some of these bytes on their way to L2: without the fence, the
-    program that gets the signal may read what was in memory before (benchmarks/LOG.md, "A program of decode").
+    A signal goes from multiprocessor to multiprocessor, and is faster than what was stored, which goes to L2. Without
+    the fence, whoever gets the signal may read what memory held before (benchmarks/LOG.md, "Splits and their merge").
     """
 
     @inline()
     def fence(_):
-        mgpu.warpgroup_barrier()  # other threads have stored, too
+        mgpu.warpgroup_barrier()  # the fence counts for what other threads stored before the barrier, too
         assembly("fence.acq_rel.cluster;", "")
 
     fence()
