@@ -25,6 +25,13 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_interleaved.py -k pairs",
     ),
     Mutant(
+        "mosaic_gpu: decode never pads the query",
+        "kernels/mosaic_gpu/decode/geometry.py",
+        "return self.query_rows > QUERY_ROWS",
+        "return False",
+        "tests/test_mosaic_gpu_choice.py -k tile",
+    ),
+    Mutant(
         "mosaic_gpu: decode over one pool of 8 bits copies all runs to the first rows of a tile",
         "kernels/mosaic_gpu/decode/tiles/pairs.py",
         "pl.ds(copy * self.geometry.run_tokens, self.geometry.run_tokens)",
