@@ -316,6 +316,13 @@ MUTANTS_OF_MODELS = [
         "tests/test_sharding.py",
     ),
     Mutant(
+        "all-reduce: the keys of a single token become its values",
+        "examples/decoder.py",
+        "_of_one_token([query, key, value])",
+        "_of_one_token([query, value, key])",
+        "tests/test_all_reduce.py -k those_of_xla",
+    ),
+    Mutant(
         "all-reduce: any mesh will do",
         "examples/all_reduce.py",
         'if mesh.shape["tp"] != len(devices):',

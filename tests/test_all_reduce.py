@@ -110,14 +110,14 @@ CONFIG = dataclasses.replace(
 NUM_SEQS = 3
 
 
-def make_batch():
-    lens = np.arange(NUM_SEQS, dtype=np.int32) % 7 + 3
-    tables = np.arange(NUM_SEQS, dtype=np.int32)[:, None]
+def make_batch(num_seqs=NUM_SEQS):
+    lens = np.arange(num_seqs, dtype=np.int32) % 7 + 3
+    tables = np.arange(num_seqs, dtype=np.int32)[:, None]
     slots = tables[:, 0] * 16 + lens - 1
     return Batch(*map(jnp.asarray, (lens * 5 % 64, lens - 1, slots, tables, lens)), is_decode=True)
 
 
-def step_of(mesh, peers, logit_rows=None, times=None):
+def step_of(mesh, peers, logit_rows=None, times=None, num_seqs=NUM_SEQS):
     """The logits of a decode step, or of the last of `times` equal steps in a loop; and the compiled program."""
     config, draw = split_config(CONFIG, mesh), np.random.default_rng(0)
     shapes, step = make_abstract_step(config, jnp.bfloat16, peers=peers)
@@ -129,8 +129,8 @@ def step_of(mesh, peers, logit_rows=None, times=None):
         return jax.device_put(made.astype(jnp.bfloat16), sharding_of([key.key for key in path], leaf.shape, mesh))
 
     weights = jax.tree_util.tree_map_with_path(weight, shapes)
-    caches = loop.make_caches(config, NUM_SEQS, 16, jnp.bfloat16, mesh=mesh)
-    batch = dataclasses.replace(make_batch(), logit_rows=logit_rows)
+    caches = loop.make_caches(config, num_seqs, 16, jnp.bfloat16, mesh=mesh)
+    batch = dataclasses.replace(make_batch(num_seqs), logit_rows=logit_rows)
 
     def steps(weights, caches, batch, times):
         last = (
@@ -152,14 +152,15 @@ def xla_s_sum(part, residual, scale, table, *, num_devices, epsilon):
     return scale_reduce.sum_norm(part, residual, scale)
 
 
+@pytest.mark.parametrize("num_seqs", [1, NUM_SEQS])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_are_those_of_xla(size, monkeypatch):
+def test_steps_are_those_of_xla(size, num_seqs, monkeypatch):
     """With XLA's sum and norm in the kernel's place, and with the last rows alone."""
     monkeypatch.setattr(all_reduce, "sum_norm", xla_s_sum)
     mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
-    peers, rows = all_reduce.PeerSum.over(mesh, CONFIG.hidden_size), jnp.array([2, 0], jnp.int32)
-    wanted, _ = step_of(mesh, None, rows)
-    found, compiled = step_of(mesh, peers, rows)
+    peers, rows = all_reduce.PeerSum.over(mesh, CONFIG.hidden_size), jnp.array([num_seqs - 1, 0], jnp.int32)
+    wanted, _ = step_of(mesh, None, rows, num_seqs=num_seqs)
+    found, compiled = step_of(mesh, peers, rows, num_seqs=num_seqs)
     np.testing.assert_allclose(found, wanted, atol=3e-2 * np.abs(wanted).max())
     # One for the embedding, one after each attention and one after each MLP: the kernel has all but the first.
     text = str(compiled.as_text())
@@ -190,15 +191,16 @@ def test_kernel_on_gpus(gpu_mesh, rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu_mesh", [2, 4, 8], indirect=True)
-def test_steps_on_gpus_are_those_of_xla(gpu_mesh):
+@pytest.mark.parametrize("num_seqs", [1, NUM_SEQS])
+def test_steps_on_gpus_are_those_of_xla(gpu_mesh, num_seqs):
     peers = sharding.peer_sum(split_config(CONFIG, gpu_mesh), jnp.bfloat16, gpu_mesh, True)
     assert peers is not None
-    wanted, _ = step_of(gpu_mesh, None)
-    found, compiled = step_of(gpu_mesh, peers)
+    wanted, _ = step_of(gpu_mesh, None, num_seqs=num_seqs)
+    found, compiled = step_of(gpu_mesh, peers, num_seqs=num_seqs)
     np.testing.assert_allclose(found, wanted, atol=3e-2 * np.abs(wanted).max())
     text = str(compiled.as_text())
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
-    in_loop, _ = step_of(gpu_mesh, peers, times=3)
+    in_loop, _ = step_of(gpu_mesh, peers, times=3, num_seqs=num_seqs)
     np.testing.assert_allclose(in_loop, wanted, atol=3e-2 * np.abs(wanted).max())
 
 
