@@ -85,7 +85,7 @@ class Geometry:
     def pads_query(self) -> bool:
         """Whether the query gets padding to fill the tiles, which takes a kernel.
 
-        If all its rows are in one tile of `QUERY_ROWS`, the tile's copy reads past the array's end and gets zeros there.
+        If all its rows are in one tile of `QUERY_ROWS`, the copy of the tile reads zeros past the end of the array.
         """
         return self.query_rows > QUERY_ROWS
 
