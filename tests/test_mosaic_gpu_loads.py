@@ -3,6 +3,7 @@
 Pallas's interpreter would read an unused entry of a block table without complaint, and mask what it read.
 """
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -221,9 +222,14 @@ def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_
             end, begin = int(item.values_end), int(item.begin)
             table = Table(ids, range(begin // block_size, -(-max(end, 1) // block_size)))
             spans = [plan.span_of(item, jnp.int32(i), kind) for i in range(int(item.num_tiles))]
-            rings = _loaded(item, kind, caches, table)
+            num_tiles = max(int(item.num_tiles), kind.stages)
+            loaded = [_loaded(item, _with(kind, stages=2 * num_tiles), caches, table)]
+            if kind.prefetches:
+                with_raw_keys = _with(kind, stages=2 * num_tiles, raw_keys=2 * num_tiles)
+                assert with_raw_keys.reader_converts_keys
+                loaded.append(_loaded(item, with_raw_keys, caches, table))
             row = np.arange(kind.tile)
-            for i, span in enumerate(spans):
+            for rings, (i, span) in itertools.product(loaded, enumerate(spans)):
                 token = np.array([int(x) for x in span.starts])[row // kind.segment_tokens] + row
                 seen = (token >= begin) & (token < int(item.end))
                 for ring, cached in zip(rings, by_token, strict=True):
@@ -232,14 +238,21 @@ def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_
                     np.testing.assert_array_equal(rings[1][i][token >= end], 0)
 
 
+def _with(kind, **tuning):
+    return replace(kind, geometry=replace(kind.geometry, tuning=replace(kind.geometry.tuning, **tuning)))
+
+
 def _loaded(item, kind, caches, table):
-    """The tiles of K and of V of an item, as the loading warpgroup leaves them."""
-    num_tiles = max(int(item.num_tiles), kind.stages)
-    kind = replace(kind, geometry=replace(kind.geometry, tuning=replace(kind.geometry.tuning, stages=2 * num_tiles)))
-    rings = [np.full((2 * num_tiles, kind.tile, 64), np.nan, np.float32) for _ in range(2)]
-    raw = Place(np.full((kind.raw_stages * kind.tile, 64), np.nan, np.float32))
+    """The tiles of K and of V of an item, as the loading warpgroup leaves them; raw ones if their reader converts them.
+
+    All tiles must have stages of their own.
+    """
+    rings = [np.full((kind.stages, kind.tile, 64), np.nan, np.float32) for _ in range(2)]
+    raw_stages = kind.raw_key_stages, kind.raw_stages
+    raw_keys, raw_values = (Place(np.full((stages * kind.tile, 64), np.nan, np.float32)) for stages in raw_stages)
     barriers = SimpleNamespace(**dict.fromkeys(
-        ("keys_consumed", "keys_ready", "values_consumed", "values_ready", "raw_ready", "values_copied"), Barrier(),
+        ("keys_consumed", "keys_ready", "values_consumed", "values_ready", "raw_keys_ready", "raw_values_ready",
+         "values_copied"), Barrier(),
     ))  # fmt: skip
 
     class Ring(SimpleNamespace):
@@ -248,7 +261,8 @@ def _loaded(item, kind, caches, table):
 
     smem = SimpleNamespace(
         keys=Ring(tiles=Place(rings[0]), slot_scales=None), values=Ring(tiles=Place(rings[1]), slot_scales=None),
-        raw=SimpleNamespace(rows=raw), barriers=lambda _: barriers,
+        raw_keys=SimpleNamespace(rows=raw_keys), raw_values=SimpleNamespace(rows=raw_values),
+        barriers=lambda _: barriers,
     )  # fmt: skip
     inputs = SimpleNamespace(
         key_cache=Place(caches[0]), value_cache=Place(caches[1]), block_tables=table, new_key=None, new_value=None,
@@ -287,6 +301,8 @@ def _loaded(item, kind, caches, table):
         if kind.geometry.converts_tiles:
             loader.begin_raw()
         loader.load_range(jnp.int32(0), item.num_tiles)
+    if kind.reader_converts_keys:
+        rings[0] = raw_keys.array.reshape(-1, kind.tile, 64)
     return rings
 
 

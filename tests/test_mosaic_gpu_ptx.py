@@ -319,10 +319,7 @@ def test_rows_are_zeroed_by_who_reads_them(gpu, head_size):
         assert_swizzled(smem, np.where(np.arange(kind.tile)[:, None] < end, tile, np.zeros_like(tile)))
 
 
-@pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize(("head_size", "of_kind"), [(64, 1), (80, 0), (96, 0), (128, 1), (192, 0)])
-def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
+def converted_case(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     options = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
     others = {"prefix": operand_dtype == "bfloat16", "cache_dtype": cache_dtype, "options": options}
     kind = kinds_of(head_size, **others)[of_kind]
@@ -331,6 +328,24 @@ def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     raw = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
     raw_smem = gpu.put(raw, SHARED)
     tile = gpu.empty((kind.tile, head_size), dtype_of(operand_dtype), SHARED)
+    return kind, raw, raw_smem, tile
+
+
+@pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("head_size", "of_kind"), [(64, 1), (80, 1), (128, 1)])
+def test_converted_tile(gpu, head_size, of_kind, cache_dtype, operand_dtype):
+    kind, raw, raw_smem, tile = converted_case(gpu, head_size, of_kind, cache_dtype, operand_dtype)
+    tiles.convert_tile(raw_smem, tile, kind)
+    rows.see_copies()
+    assert_swizzled(tile, raw.astype(dtype_of(operand_dtype)))
+
+
+@pytest.mark.parametrize("operand_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("head_size", "of_kind"), [(64, 1), (80, 0), (96, 0), (128, 1), (192, 0)])
+def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
+    kind, raw, raw_smem, tile = converted_case(gpu, head_size, of_kind, cache_dtype, operand_dtype)
     first_rows = OfWarps([kind.rows_of_warp * warp for warp in range(4)])
     tiles.convert_rows(raw_smem, tile, first_rows, kind)
     assert gpu.is_fenced == kind.is_wide

@@ -33,6 +33,10 @@ def convert_rows(raw_smem, tile_smem, first_row, kind):
     plgpu.commit_smem()
 
 
+def convert_tile(raw_smem, tile_smem, kind):
+    tile_smem[...] = raw_smem[...].astype(tile_smem.dtype)
+
+
 def load_scales(scale_gmem, tables_gmem, scales_smem, item, starts, kept, kind):
     block_size = kind.geometry.problem.block_size
     row = jnp.arange(kind.tile)

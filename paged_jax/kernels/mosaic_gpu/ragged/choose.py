@@ -35,15 +35,15 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     """Tunings whose tiles fit into registers, best first."""
     tilings = (128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)
     scales_slots = Granularity.SLOT in (problem.k_scale, problem.v_scale)
-    by_warps = problem.cache_itemsize == 1 and not (problem.prefix or scales_slots)
-    for (tile, stages, queries), raw_tiles in itertools.product(tilings, (3, 2) if by_warps else (2,)):
+    most_raw_keys = 2 if problem.cache_itemsize == 1 and not (problem.prefix or scales_slots) else 1
+    for (tile, stages, queries), raw_keys in itertools.product(tilings, range(most_raw_keys, 0, -1)):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
             yield Tuning(
                 num_programs=device.num_multiprocessors,
                 tile=tile,
                 thin_tile=tile,
                 stages=stages,
-                raw_tiles=raw_tiles,
+                raw_keys=raw_keys,
                 queries=queries,
                 counts_in_kernel=problem.num_seqs + 2 <= _MOST_COUNTED,
             )

@@ -134,17 +134,32 @@ class ItemKind:
         return self.geometry.tuning.stages * self.tiles_per_wide_tile
 
     @property
-    def raw_stages(self) -> int:
-        """Raw tiles that shared memory holds before their conversion; those of K and of V alternate.
+    def reader_converts_keys(self) -> bool:
+        """Whether the warpgroup that multiplies a tile of K converts it, and the loading warpgroup only tiles of V.
 
-        Wide items, which computing warpgroups bound, use one of K and one of V.
+        Loading warps bound thin items, and their computing warpgroups wait half of the time. Wide items are bound by
+        the computing ones.
         """
-        raw_tiles = self.geometry.tuning.raw_tiles
-        return (2 if self.is_wide else raw_tiles) * self.tiles_per_wide_tile
+        return self.prefetches and self.geometry.tuning.raw_keys > 1 and self.tiles_per_wide_tile == 1
+
+    @property
+    def key_stages(self) -> int:
+        """Tiles of K that the loading warpgroup hands over before it waits for their readers."""
+        return self.raw_key_stages if self.reader_converts_keys else self.stages
+
+    @property
+    def raw_key_stages(self) -> int:
+        """Raw tiles of K that shared memory holds before their conversion."""
+        return self.geometry.tuning.raw_keys if self.reader_converts_keys else self.raw_stages
+
+    @property
+    def raw_stages(self) -> int:
+        """Raw tiles of V that shared memory holds before their conversion."""
+        return self.tiles_per_wide_tile
 
     @property
     def prefetches(self) -> bool:
-        """Whether warps prefetch raw tiles into L2, because raw tiles in flight do not keep memory busy.
+        """Whether warps prefetch raw tiles into L2, because those in flight do not keep memory busy.
 
         A warp prefetches the tile after those in flight. The contexts of wide items are in L2 more often; prefetching
         would make these items 3% slower (benchmarks/LOG.md, "One pool of keys

@@ -104,7 +104,9 @@ class _ItemLoader:
         end = lax.while_loop(lambda step: step.goes_on, self._take_item, start)
         # Tiles of the other kind use the same shared memory, but other barriers.
         barriers = self.refs.smem.barriers(self.kind)
-        _drain(end.tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
+        rings = (barriers.keys_consumed, self.kind.key_stages), (barriers.values_consumed, self.kind.stages)
+        for stages in dict.fromkeys(stages for _, stages in rings):  # one loop for both rings if they are alike
+            _drain(end.tiles_before, *(consumed for consumed, some in rings if some == stages), stages=stages)
         return end.items_before
 
     def _take_item(self, step: _Step) -> _Step:

@@ -93,7 +93,8 @@ class TileBarriers(NamedTuple):
     keys_consumed: Ref  # a barrier for each stage
     keys_ready: Ref
     values_copied: Ref  # a tile of V has arrived, and some of its rows must be zeroed
-    raw_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
+    raw_keys_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
+    raw_values_ready: Ref
     values_consumed: Ref
     values_ready: Ref
 
@@ -125,8 +126,8 @@ class QueryRing(NamedTuple):
 class RawTiles(NamedTuple):
     """Tiles of a cache of 8 bits before their conversion. Wide and thin items share their memory."""
 
-    ready: Ref  # barriers of wide items
-    rows: Ref  # [tokens of all raw tiles, head_size]
+    ready: Ref  # barrier of wide items
+    rows: Ref  # [tokens, head_size]
 
 
 class Scratch(NamedTuple):
@@ -144,7 +145,8 @@ class Scratch(NamedTuple):
     order: Ref  # as in `Counts`, if the kernel counts
     wide_programs: Ref  # as in `Counts`, if the kernel counts
     query: QueryRing
-    raw: RawTiles
+    raw_keys: RawTiles
+    raw_values: RawTiles
     signals: Ref  # barriers, indexed by `Signal`; the phases of one array take one register
     sums: Ref  # [WGMMA_ROWS], of a handed-over softmax
     table: Ref  # as in `Counts`, if the kernel counts
@@ -163,7 +165,8 @@ class Scratch(NamedTuple):
             self.keys.consumed,
             self.keys.ready,
             self.values_copied,
-            self.raw.ready,
+            self.raw_keys.ready,
+            self.raw_values.ready,
             self.values.consumed,
             self.values.ready,
         )
@@ -204,10 +207,7 @@ def scratch(geometry: Geometry) -> Scratch:
     reads_queries, factors = geometry.reads_own_queries, sum(factor_sizes(geometry).values())
     counts, counted, ordered_by = _counts(geometry)
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
-    raw = ABSENT
-    if geometry.converts_tiles:
-        tokens = geometry.tuning.raw_tiles * geometry.tuning.tile
-        raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
+    raw_keys, raw_values = (_raw(count, geometry) for count in (geometry.tuning.raw_keys, 1))
     return Scratch(
         drawn=plgpu.SMEM((3,), jnp.int32),
         factors=plgpu.SMEM((factors,), jnp.float32) if factors else ABSENT,
@@ -228,7 +228,8 @@ def scratch(geometry: Geometry) -> Scratch:
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
             divisors=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32) if reads_queries else ABSENT,
         ),
-        raw=RawTiles(wide.raw_ready, raw),
+        raw_keys=RawTiles(wide.raw_keys_ready, raw_keys),
+        raw_values=RawTiles(wide.raw_values_ready, raw_values),
         signals=plgpu.Barrier(num_barriers=Signal.STORED + reads_queries),
         sums=rows,
         table=counts.table,
@@ -263,18 +264,23 @@ def _barriers(kind: ItemKind) -> TileBarriers:
     if not kind.may_exist:
         return TileBarriers(*[ABSENT] * len(TileBarriers._fields))
     geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
-    consumed = plgpu.Barrier(num_arrivals=kind.halves, num_barriers=kind.stages)
-    raw_ready = copied = ABSENT
+    keys_consumed, values_consumed = (
+        plgpu.Barrier(num_arrivals=kind.halves, num_barriers=stages) for stages in (kind.key_stages, kind.stages)
+    )
+    raw_keys_ready = raw_values_ready = copied = ABSENT
     if geometry.converts_tiles:
-        raw_ready = plgpu.Barrier(num_arrivals=runs, num_barriers=kind.raw_stages)
+        raw_keys_ready, raw_values_ready = (
+            plgpu.Barrier(num_arrivals=runs, num_barriers=stages) for stages in (kind.raw_key_stages, kind.raw_stages)
+        )
     elif not kind.zeroes_when_read:
         copied = plgpu.Barrier(num_arrivals=runs)
     return TileBarriers(
-        keys_consumed=consumed,
+        keys_consumed=keys_consumed,
         keys_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_key_slots, num_barriers=kind.stages),
         values_copied=copied,
-        raw_ready=raw_ready,
-        values_consumed=consumed,
+        raw_keys_ready=raw_keys_ready,
+        raw_values_ready=raw_values_ready,
+        values_consumed=values_consumed,
         values_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_value_slots, num_barriers=kind.stages),
     )
 
@@ -285,6 +291,14 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
     scales = plgpu.SMEM((tuning.stages * tuning.tile,), jnp.float32) if scales_slots else ABSENT
     tiles = _swizzled((tuning.stages, tuning.tile, geometry.problem.head_size), geometry)
     return TileRing(consumed=ABSENT, ready=ABSENT, slot_scales=scales, tiles=tiles)
+
+
+def _raw(count: int, geometry: Geometry) -> Ref:
+    """Shared memory for raw tiles of K or of V."""
+    if not geometry.converts_tiles:
+        return ABSENT
+    problem = geometry.problem
+    return plgpu.SMEM((count * geometry.tuning.tile, problem.head_size), jnp.dtype(problem.cache_dtype))
 
 
 def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:

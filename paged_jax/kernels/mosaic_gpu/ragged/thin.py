@@ -97,10 +97,15 @@ class _ThinTiles:
         smem, barriers = self.refs.smem, self.refs.smem.barriers(self.kind)
         tile = self.first_tile + 2 * i
         stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
-        plgpu.barrier_wait(barriers.keys_ready.at[stage])
-        self._see_tiles()
-        scores = product(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind).T)
-        plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
+        keys_smem = tile_of(smem.keys.tiles, stage, self.kind)
+        if self.kind.reader_converts_keys:
+            self._convert_keys(tile, keys_smem)
+            scores = product(self.query_smem, keys_smem.T)
+        else:
+            plgpu.barrier_wait(barriers.keys_ready.at[stage])
+            self._see_tiles()
+            scores = product(self.query_smem, keys_smem.T)
+            plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
         pl.when(tile == self.item.num_tiles - 1)(lambda: _signal_query_done(self.query_done))
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = plan.span_of(self.item, tile, self.kind)
@@ -121,6 +126,15 @@ class _ThinTiles:
         out = products.accumulate(out, weighed.weights, values_smem)
         plgpu.barrier_arrive(barriers.values_consumed.at[stage])
         return State(out, *weighed.totals)
+
+    def _convert_keys(self, tile: Scalar, keys_smem: Ref) -> None:
+        """Converts a tile of K from its raw tile, whose place may then be overwritten."""
+        smem, barriers, size = self.refs.smem, self.refs.smem.barriers(self.kind), self.kind.tile
+        stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.key_stages))
+        plgpu.barrier_wait(barriers.raw_keys_ready.at[stage])
+        tiles.convert_tile(smem.raw_keys.rows.at[pl.ds(stage * size, size)], keys_smem, self.kind)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
 
     def _see_tiles(self) -> None:
         """Lets products see tiles that the loading warpgroup has converted."""

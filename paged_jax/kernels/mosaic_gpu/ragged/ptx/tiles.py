@@ -140,32 +140,47 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
     Products see a wide item's rows after a barrier, and a thin one's after a barrier and `see_copies`: the loading
     warps bound thin items, the computing ones wide items (benchmarks/LOG.md, "Ragged attention over 8 bits on Hopper").
     """
+
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(kind.geometry.problem)), SCALAR)
+    def convert(_, raw_smem, tile_smem, first_row):
+        _convert(raw_smem, tile_smem, first_row.registers.item(), kind)
+        if kind.is_wide:
+            assembly("fence.proxy.async.shared::cta;", "")
+        mgpu.utils.warp_barrier()  # later copies may overwrite what other lanes have read
+
+    convert(raw_smem, tile_smem, first_row)
+
+
+def convert_tile(raw_smem: Ref, tile_smem: Ref, kind: ItemKind) -> None:
+    """Converts a whole tile, as `convert_rows` does. Products see it after `commit_smem`."""
+
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(kind.geometry.problem)))
+    def convert(_, raw_smem, tile_smem):
+        warp = div(thread_index_read_again(), WARP)
+        _convert(raw_smem, tile_smem, mul(warp, kind.rows_of_warp), kind)
+
+    convert(raw_smem, tile_smem)
+
+
+def _convert(raw_smem, tile_smem, first_row, kind: ItemKind) -> None:
+    """Converts a warp's rows."""
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
     chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
     # The swizzle repeats every 8 rows. So if two chunks of a lane are `period` apart, their offsets differ by a
     # constant.
     period = math.lcm(8 * row_bytes, step) // step
-    batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
+    lane = rem(thread_index_read_again(), WARP)
+    first_raw = add(address(raw_smem), add(mul(first_row, row_bytes // 2), mul(lane, CHUNK // 2)))
 
-    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR)
-    def convert(_, raw_smem, tile_smem, first_row):
-        lane, first_row = rem(thread_index_read_again(), WARP), first_row.registers.item()
-        first_raw = add(address(raw_smem), add(mul(first_row, row_bytes // 2), mul(lane, CHUNK // 2)))
+    def place_in_tile(i: int):
+        chunk = add(lane, i32(WARP * i))
+        row = add(first_row, div(chunk, chunks_per_row))
+        return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
 
-        def place_in_tile(i: int):
-            chunk = add(lane, i32(WARP * i))
-            row = add(first_row, div(chunk, chunks_per_row))
-            return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
-
-        for batch in batches:
-            places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
-            assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
-        if kind.is_wide:
-            assembly("fence.proxy.async.shared::cta;", "")
-        mgpu.utils.warp_barrier()  # later copies may overwrite what other lanes have read
-
-    convert(raw_smem, tile_smem, first_row)
+    for batch in itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE):
+        places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
+        assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
 
 
 def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
