@@ -273,6 +273,13 @@ def test_query_tiles(group, columns, sharing):
     geometry = Geometry(problem, choose.unsplit(problem, Device()))
     assert (geometry.columns, geometry.items_per_query_tile) == (columns, sharing)
     assert geometry.query_rows == -(-9 // sharing) * columns
+    assert geometry.pads_query
+
+
+@pytest.mark.parametrize(("group", "pads"), [(4, False), (5, False), (8, False), (12, True)])
+def test_a_single_query_tile_needs_no_padding(group, pads):
+    problem = sized_problem(1, 1, group, "bfloat16")
+    assert Geometry(problem, choose.unsplit(problem, Device())).pads_query == pads
 
 
 @pytest.mark.parametrize("tune", [choose.unsplit, choose.in_partitions, choose.balanced])

@@ -199,6 +199,8 @@ def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
 def _query_tiles(query: Array, geometry: Geometry) -> Array:
     """The rows of all query tiles, [query_rows, head_size], padded if the items' heads do not fill the tiles."""
     heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
+    if not geometry.pads_query:
+        return query.reshape(-1, head_size)
     items = query.reshape(-1, heads, head_size)
     items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
     return items.reshape(geometry.query_rows, head_size)

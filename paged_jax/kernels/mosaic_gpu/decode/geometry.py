@@ -81,6 +81,14 @@ class Geometry:
         """Query rows of all query tiles."""
         return pl.cdiv(self.problem.num_tokens * self.items_per_seq, self.items_per_query_tile) * self.columns
 
+    @property
+    def pads_query(self) -> bool:
+        """Whether the query gets padding to fill the tiles, which takes a kernel.
+
+        If all its rows are in one tile of `QUERY_ROWS`, the copy of the tile reads zeros past the end of the array.
+        """
+        return self.query_rows > QUERY_ROWS
+
     # Tiles of K and V, the left operands.
 
     @property
