@@ -17,7 +17,7 @@ on.
                        └────────────────────────────────────┘   └──────────────┘
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -102,9 +102,12 @@ class Attention(nnx.Module):
             turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
             both = turned.reshape(both.shape)
         query, key = jnp.split(both, ends[:1], axis=2)
+        query, key = query.astype(self.dtype), key.astype(self.dtype)
+        if tokens.peers is not None:
+            query, key, value = _side_by_side([x[: tokens.num_tokens] for x in (query, key, value)])
         query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
-        out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
+        out, cache = tokens.attend(query, key, value, cache, **options)
         return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
 
     def _normed(self, both, num_queries):
@@ -344,6 +347,19 @@ def _with_padding(attend: Attend) -> Attend:
         return jnp.broadcast_to(out, (2, *out.shape[1:])), cache  # XLA fuses it with the next product
 
     return attend_to_one
+
+
+def _side_by_side(arrays: Sequence[Array]) -> list[Array]:
+    """Lets XLA compute arrays `[num_tokens, num_parts, heads of a part, head_size]` in one kernel.
+
+    XLA would make a kernel for each shape. Here each device has one array, of which Mosaic GPU's kernels read parts in
+    place.
+    """
+    flat = [jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in arrays]
+    joined = jax.lax.optimization_barrier(jnp.concatenate(flat, axis=1))
+    parts = jnp.split(joined, np.cumsum([x.shape[1] for x in flat])[:-1], axis=1)
+    shapes = [(x.shape[1], x.shape[0], *x.shape[2:]) for x in arrays]
+    return [jnp.moveaxis(x.reshape(shape), 0, 1) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def _join(parts: Array, head_size: int) -> Array:
