@@ -17,7 +17,8 @@ on.
                        └────────────────────────────────────┘   └──────────────┘
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -104,10 +105,10 @@ class Attention(nnx.Module):
             rotation = tokens.rotations[self.rope]
             turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
             both = turned.reshape(both.shape)
+        both = both.astype(self.dtype)
         query, key = jnp.split(both, ends[:1], axis=2)
-        query, key = query.astype(self.dtype), key.astype(self.dtype)
         if tokens.peers is not None:
-            query, key, value = _side_by_side([x[: tokens.num_tokens] for x in (query, key, value)])
+            query, key, value = _side_by_side(query, key, value, both, tokens.num_tokens)
         query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
         out, cache = tokens.attend(query, key, value, cache, **options)
@@ -361,16 +362,22 @@ def _with_padding(attend: Attend) -> Attend:
     return attend_to_one
 
 
-def _side_by_side(arrays: Sequence[Array]) -> list[Array]:
-    """Lets XLA compute arrays `[num_tokens, num_parts, heads of a part, head_size]` in one kernel.
+def _side_by_side(query: Array, key: Array, value: Array, both: Array, num_tokens: int) -> list[Array]:
+    """Lets XLA compute queries, keys and values of the first `num_tokens` in one kernel.
 
     XLA would make a kernel for each shape. Here each device has one array, of which Mosaic GPU's kernels read parts in
-    place.
+    place. All arrays have axes [num_tokens, num_parts, heads of a part, head_size]; `both` has queries and keys.
     """
-    flat = [jnp.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in arrays]
-    joined = jax.lax.optimization_barrier(jnp.concatenate(flat, axis=1))
-    parts = jnp.split(joined, np.cumsum([x.shape[1] for x in flat])[:-1], axis=1)
-    shapes = [(x.shape[1], x.shape[0], *x.shape[2:]) for x in arrays]
+
+    def flat(x: Array) -> Array:
+        return jnp.moveaxis(x[:num_tokens], 1, 0).reshape(x.shape[1], -1)
+
+    # A token's queries and keys are neighbours already. To compute both alike takes a shorter kernel.
+    parts = [flat(x) for x in ((both, value) if num_tokens == 1 else (query, key, value))]
+    joined = jax.lax.optimization_barrier(jnp.concatenate(parts, axis=1))
+    shapes = [(x.shape[1], num_tokens, *x.shape[2:]) for x in (query, key, value)]
+    ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])
+    parts = jnp.split(joined, ends[:-1], axis=1)
     return [jnp.moveaxis(x.reshape(shape), 0, 1) for x, shape in zip(parts, shapes, strict=True)]
 
 
