@@ -106,7 +106,13 @@ class Attention(nnx.Module):
             turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
             both = turned.reshape(both.shape)
         both = both.astype(self.dtype)
-        query, key = jnp.split(both, ends[:1], axis=2)
+        if tokens.peers is not None and tokens.num_tokens == 1 and self.q_norm is None and self.rope is not None:
+            is_value = np.arange(parts.shape[2])[None, :, None] >= ends[1]
+            cos, sin = (x[:, None] for x in tokens.rotations[self.rope])
+            rotation = jnp.where(is_value, 1.0, cos), jnp.where(is_value, 0.0, sin)
+            turned = jax.vmap(lambda part: rotate(part, rotation, self.rope.is_interleaved), 1, 1)(parts)
+            both = turned.astype(self.dtype)
+        query, key = both[:, :, : ends[0]], both[:, :, ends[0] : ends[1]]
         if tokens.peers is not None:
             query, key, value = _side_by_side(query, key, value, both, tokens.num_tokens)
         query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
@@ -373,7 +379,7 @@ def _side_by_side(query: Array, key: Array, value: Array, both: Array, num_token
         return jnp.moveaxis(x[:num_tokens], 1, 0).reshape(x.shape[1], -1)
 
     # A token's queries and keys are neighbours already. To compute both alike takes a shorter kernel.
-    parts = [flat(x) for x in ((both, value) if num_tokens == 1 else (query, key, value))]
+    parts = [flat(x) for x in ((both,) if num_tokens == 1 else (query, key, value))]
     joined = jax.lax.optimization_barrier(jnp.concatenate(parts, axis=1))
     shapes = [(x.shape[1], num_tokens, *x.shape[2:]) for x in (query, key, value)]
     ends = np.cumsum([math.prod(shape[1:]) for shape in shapes])

@@ -166,12 +166,12 @@ def rotate(
     Returns:
         f32 `[num_tokens, num_heads, head_size]`.
     """
-    size = 2 * rotation[0].shape[1]
+    size = 2 * rotation[0].shape[-1]
     if size < heads.shape[-1]:
         rotated = rotate(heads[..., :size], rotation, is_interleaved)
         return jnp.concatenate([rotated, heads[..., size:].astype(jnp.float32)], axis=-1)
     axis = 3 if is_interleaved else 2  # of the two members of a pair
-    cos, sin = (jnp.expand_dims(x[:, None, :], axis) for x in rotation)
+    cos, sin = (jnp.expand_dims(x if x.ndim == 3 else x[:, None, :], axis) for x in rotation)
     sign = jnp.expand_dims(jnp.array([-1.0, 1.0], jnp.float32), [i for i in range(4) if i != axis])
     pairs = heads.astype(jnp.float32).reshape(*heads.shape[:-1], *((-1, 2) if is_interleaved else (2, -1)))
     # XLA makes one kernel of all this because the pairs are flipped; concatenating two results would need another.
