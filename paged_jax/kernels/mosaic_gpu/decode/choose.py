@@ -38,7 +38,7 @@ _MOST_STAGES = 8
 _BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
 
 # Measured: LOG, "Clusters".
-_CLUSTER_SPLIT_TOKENS = 256  # the longest split that takes less time than the launch of a merge kernel
+_CLUSTER_SPLIT_TOKENS = 272  # the longest split that takes less time than the launch of a merge kernel
 _LEAST_SPLIT_TOKENS = 128  # the shortest split in a cluster
 
 # Measured: LOG, "Folded kv heads".
@@ -183,7 +183,7 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     that runs at once.
     """
     geometry = Geometry(problem, tuning)
-    num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
+    num_items, one_each = max(1, geometry.num_items), 2 * gpu.num_multiprocessors
     in_cluster = min(LARGEST_CLUSTER, one_each // num_items, pl.cdiv(problem.max_seq_len, _LEAST_SPLIT_TOKENS))
     if in_cluster > 1 and problem.max_seq_len <= in_cluster * _CLUSTER_SPLIT_TOKENS:
         return _tiled(problem, replace(tuning, splits=in_cluster, merge=Merge.CLUSTER))
