@@ -88,8 +88,8 @@ class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
     def store_out(self, out_smem, out):
         out_smem[...] = out.T
 
-    def store_partial_out(self, partial_smem, out, row):
-        partial_smem[...] = out
+    def store_partial_out(self, partial, out, row):
+        partial[...] = out
 
 
 class InterpretedEightBitPairTiles(InterpretedEightBitTiles, EightBitPairTiles):

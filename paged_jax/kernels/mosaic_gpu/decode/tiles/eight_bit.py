@@ -92,17 +92,17 @@ class EightBitTiles(ConvertedTiles):
 
         zero(rows_smem, low - start, high - start)
 
-    def store_partial_out(self, partial_smem, out: Array, row: int) -> None:
+    def store_partial_out(self, partial, out: Array, row: int) -> None:
         """Stores O^T [head_size, columns] with its rows in order. There is one head slice, so `row` is 0."""
         geometry = self.geometry
 
         @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
-        def store(_, partial_smem, out):
+        def store(_, partial, out):
             registers = _by_rows(out, geometry)  # [m, i, c, h]
             stored = array(registers.swapaxes(1, 2), rows_layout(geometry), out.shape)
-            stored.store_untiled(partial_smem, optimized=False)
+            stored.store_untiled(partial, optimized=False)
 
-        store(partial_smem, out)
+        store(partial, out)
 
     def store_out(self, out_smem, out: Array) -> None:
         """Stores O^T [head_size, columns] as [columns, head_size], with its rows in order."""
