@@ -352,9 +352,9 @@ def _with_padding(attend: Attend) -> Attend:
 def _of_one_token(arrays: Sequence[Array]) -> list[Array]:
     """Lets XLA compute the first token of arrays `[num_tokens, num_parts, heads of a part, head_size]` in one kernel.
 
-    XLA would make a kernel for each shape. Here each device has one array, of which attention's kernel reads parts in
-    place. Of 64 tokens XLA makes two kernels; one instead did not make every step shorter (benchmarks/LOG.md, "Where
-    the time of a step over several GPUs goes").
+    XLA would make a kernel for each shape. Here it makes one array on each device, and attention's kernel reads the
+    array's parts in place. Of 64 tokens XLA makes two kernels. One kernel in their place made only some steps shorter
+    (benchmarks/LOG.md, "Where the time of a step over several GPUs goes").
     """
     flat = [x[0].reshape(x.shape[1], -1) for x in arrays]
     joined = jax.lax.optimization_barrier(jnp.concatenate(flat, axis=1))
