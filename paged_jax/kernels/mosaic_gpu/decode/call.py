@@ -197,7 +197,10 @@ def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
 
 
 def _query_tiles(query: Array, geometry: Geometry) -> Array:
-    """The rows of all query tiles, [query_rows, head_size], padded if the items' heads do not fill the tiles."""
+    """The rows of all query tiles, [query_rows, head_size], padded if the items' heads do not fill the tiles.
+
+    A query in a single tile stays as it is, and may have fewer rows than the tile (`Geometry.pads_query`).
+    """
     heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
     if not geometry.pads_query:
         return query.reshape(-1, head_size)
