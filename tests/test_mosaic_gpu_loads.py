@@ -3,6 +3,7 @@
 Pallas's interpreter would read an unused entry of a block table without complaint, and mask what it read.
 """
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -102,6 +103,23 @@ def ids_of(width):
     return np.random.default_rng(0).permutation(width + 3)[:width], width + 3
 
 
+@contextlib.contextmanager
+def warps_one_by_one(module):
+    """Runs what a module gives to the four warps in one warp after the other."""
+    warp = [0]
+
+    def as_warps(function):
+        for warp[0] in range(4):
+            function()
+
+    def axis_index(name):
+        assert name == "warp"
+        return jnp.int32(warp[0])
+
+    with mock.patch.object(module, "as_warps", as_warps), mock.patch.object(jax.lax, "axis_index", axis_index):
+        yield
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
     ("layout", "block_size", "fold"), [("hnd", 16, 1), ("nhd", 32, 1), ("hnd", 128, 1), ("hnd", 16, 2), ("nhd", 16, 2)]
@@ -132,7 +150,8 @@ def test_decode_reads_its_tokens_and_no_others(layout, block_size, fold, window)
         refs = SimpleNamespace(inputs_gmem=inputs, smem=SimpleNamespace(keys=keys, values=values))
         for index in range(geometry.items_per_seq):
             split = decode_plan.split_of(jnp.array([seq_len]), jnp.int32(index), jnp.int32(0), geometry)
-            decode_load.load_split(split, jnp.int32(0), refs, geometry, tiles)
+            with warps_one_by_one(decode_load):
+                decode_load.load_split(split, jnp.int32(0), refs, geometry, tiles)
             token = np.arange(geometry.tile_tokens).reshape(-1, geometry.run_tokens)
             token = np.repeat(token[:, None], fold, axis=1)
             head = np.broadcast_to(np.arange(fold)[None, :, None], token.shape)
@@ -257,12 +276,6 @@ def _loaded(item, kind, caches, table):
         options=SimpleNamespace(k_scale=None, v_scale=None),
     )  # fmt: skip
     loader = load_tiles.TileLoader(item, jnp.int32(0), kind, SimpleNamespace(inputs_gmem=inputs, smem=smem))
-    warp = [0]
-
-    def by_warps(function):
-        # A warp's copies of a later tile overwrite its own raw rows only, so warps may run one after the other.
-        for warp[0] in range(4):
-            function()
 
     def own_rows(first_row):
         return slice(int(first_row), int(first_row) + kind.rows_of_warp)
@@ -276,15 +289,10 @@ def _loaded(item, kind, caches, table):
     def convert_rows(raw_smem, tile_smem, first_row, _):
         tile_smem.array[own_rows(first_row)] = raw_smem.array[own_rows(first_row)]
 
-    def axis_index(name):
-        assert name == "warp"
-        return jnp.int32(warp[0])
-
     with (
-        mock.patch.object(copy_tiles, "as_warps", by_warps),
+        warps_one_by_one(copy_tiles),  # a warp's copies of a later tile overwrite its own raw rows only
         mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
         mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
-        mock.patch.object(jax.lax, "axis_index", axis_index),
     ):
         if kind.geometry.converts_tiles:
             loader.begin_raw()
