@@ -163,6 +163,25 @@ def test_decode_reads_its_tokens_and_no_others(layout, block_size, fold, window)
                     np.testing.assert_array_equal(ring[i][seen], wanted)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("splits", "fold", "tile", "has_one"), [
+    (1, 1, 128, True), (2, 1, 64, True), (4, 2, 64, True), (3, 1, 64, True),
+    (1, 1, 64, False), (1, 2, 128, False), (3, 2, 64, False),
+])  # fmt: skip
+def test_which_splits_have_one_tile(splits, fold, tile, has_one, window):
+    """The geometry's contexts have up to 128 tokens. A table may also be shorter than a sequence."""
+    merge = Merge.CLUSTER if splits > 1 else Merge.NONE
+    made = geometry_of(
+        cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2,
+        splits=splits, merge=merge, fold=fold, tile=tile,
+    )  # fmt: skip
+    geometry = replace(made, problem=replace(made.problem, sliding_window=window))
+    assert geometry.splits_have_one_tile == has_one
+    lens = jnp.arange(200)
+    split = jax.vmap(lambda n: decode_plan.split_of(n[None], jnp.int32(0), jnp.int32(0), geometry))(lens)
+    assert (split.num_tiles.max() > 1) == (not has_one and window is None)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128])
 def test_latent_attention_reads_its_tokens_and_no_others(block_size):
     problem = problem_of(1, 16, block_size=block_size)
