@@ -127,7 +127,7 @@ MUTANTS_OF_KERNELS = [
         "kernels/mosaic_gpu/decode/geometry.py",
         "self.problem.max_seq_len <= self.tuning.splits * self.tile_tokens",
         "self.problem.max_seq_len <= self.tuning.splits * self.tuning.tile",
-        "tests/test_mosaic_gpu_loads.py -k one_tile",
+        "tests/test_mosaic_gpu_queues.py -k one_tile",
     ),
     Mutant(
         "mosaic_gpu: the merge stores results of a sequence without a query",
@@ -197,7 +197,7 @@ MUTANTS_OF_KERNELS = [
         "kernels/mosaic_gpu/decode/geometry.py",
         "self.num_programs * (2 if self.tuning.queues else 1)",
         "self.num_programs",
-        "tests/test_mosaic_gpu_choice.py -k queues",
+        "tests/test_mosaic_gpu_queues.py -k test_queues",
     ),
     Mutant(
         "mosaic_gpu: queues leave out the tiles that are left over",
@@ -211,7 +211,7 @@ MUTANTS_OF_KERNELS = [
         "kernels/mosaic_gpu/decode/choose.py",
         "_NEARLY_FULL = 0.9",
         "_NEARLY_FULL = 0.0",
-        "tests/test_mosaic_gpu_choice.py -k queues",
+        "tests/test_mosaic_gpu_queues.py -k test_queues",
     ),
     Mutant(
         "mosaic_gpu: all copies of a query tile bring the first heads",

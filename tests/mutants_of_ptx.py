@@ -234,14 +234,14 @@ MUTANTS_OF_PTX = [
         "kernels/mosaic_gpu/decode/plan.py",
         "queue.partial | 1)",
         "queue.partial + 1)",
-        "tests/test_mosaic_gpu_loads.py -k share",
+        "tests/test_mosaic_gpu_queues.py -k share",
     ),
     Mutant(
         "loads: lengths are alike however much they differ",
         "kernels/mosaic_gpu/decode/plan.py",
         "alike = _ALIKE * longest * geometry.problem.num_seqs",
         "alike = longest * geometry.problem.num_seqs",
-        "tests/test_mosaic_gpu_loads.py -k alike",
+        "tests/test_mosaic_gpu_queues.py -k alike",
     ),
     Mutant(
         "mla: in float16 a partial result weighs 256 times as much",
@@ -262,7 +262,7 @@ MUTANTS_OF_PTX = [
         "kernels/mosaic_gpu/decode/plan.py",
         "_LEAST_TILES = 4",
         "_LEAST_TILES = 1",
-        "tests/test_mosaic_gpu_loads.py -k finely",
+        "tests/test_mosaic_gpu_queues.py -k finely",
     ),
     Mutant(
         "loads: decode does not write slot 0",

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu.decode import call as decode_call
-from paged_jax.kernels.mosaic_gpu.decode import choose, plan
+from paged_jax.kernels.mosaic_gpu.decode import choose
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -334,87 +333,3 @@ def test_long_contexts_have_two_stages(head_size, dtype, layout):
     problem = Problem.of_call(*operands[:4], operands.options)
     for tune in (choose.unsplit, choose.balanced):
         assert tune(problem, Device()).stages >= 2
-
-
-UNEVEN = {  # lengths, number of programs, number of programs with work, numbers of splits of some sequences' items
-    "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
-    "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
-    "short": ((100, 100, 110), 120, 48, {0: 2, 2: 2}),
-    "few": ((9000, 4000, 2000, 5000, 6000), 120, 120, {}),
-    "one-long": ((15000, 600, 1, 600), 128, 128, {2: 1}),
-    "nothing": ((0, 0, 0), 120, 24, {0: 1, 1: 1, 2: 1}),
-    "mostly-nothing": ((1000, *(0,) * 63), 512, 158, {0: 4, 1: 1}),
-    "resident": ((16000, *(4000,) * 9), 240, 240, {}),
-    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 264, 264, {}),
-    "more-than-multiprocessors": ((16384, *(1024,) * 19), 264, 264, {0: 16}),
-    "half-a-wave": ((16384, *(1000,) * 14, -3), 128, 128, {-1: 1}),
-    "one-wave": ((16384, 0, *(1000,) * 30), 256, 256, {1: 1}),
-    "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 512, 264, {}),
-    "two-waves-alike": ((5000,) * 64, 512, 512, {0: 1, 63: 1}),
-    "many-waves": ((3000,) * 100 + (15000,) * 28, 264, 264, {}),
-    "more-than-two-waves": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 264, 264, {}),
-    "longer-than-all": ((16384, 100_000, *(1000,) * 62), 512, 264, {}),
-}
-
-
-def uneven():
-    """All batches without a window, four fifths of them slow, and one batch with a window."""
-    for i, (name, batch) in enumerate(UNEVEN.items()):
-        yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 5 > 0))
-    yield pytest.param(*UNEVEN["one-long"], 8000, id="one-long-window")
-
-
-@pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits", "window"), [*uneven()])
-def test_queues(seq_lens, programs, busy, splits, window):
-    """Every tile of every item is in exactly one split, and all programs have about the same number of tiles."""
-    num_seqs, kv_heads = len(seq_lens), 8
-    query, cache = (np.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
-    tables, lens = np.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
-    options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window}).options
-    problem = Problem.of_call(query, cache, cache, tables, options)
-    geometry = Geometry(problem, choose.balanced(problem, Device()))
-    assert geometry.num_programs == programs
-
-    @jax.jit
-    @jax.vmap
-    def splits_of(program):
-        def step(queue, _):
-            queued = plan.next_split(lens, queue, geometry)
-            return plan.after_split(lens, queue, geometry), (queue.has_more, queued)
-
-        return lax.scan(step, plan.queue_of(lens, program, geometry), length=geometry.num_items)[1]
-
-    there, queued = jax.tree.map(np.asarray, splits_of(jnp.arange(programs)))
-    program = np.broadcast_to(np.arange(programs)[:, None], there.shape)[there]
-    found = {name: x[there] for name, x in queued.split._asdict().items() if name != "item"}
-    found |= {"item": queued.split.item.index[there], "last": queued.is_last[there], "whole": queued.is_whole[there]}
-    # Items come in order, and each split has a partial result of its own.
-    assert (np.diff(found["item"]) >= 0).all()
-    partial = ~found["whole"]
-    assert len(set(found["partial"][partial].tolist())) == partial.sum()
-    assert found["partial"].max() < geometry.num_partials
-    assert (found["num_tiles"] >= 0).all()
-    for item in range(geometry.num_items):
-        of_item = found["item"] == item
-        (its,) = np.nonzero(of_item)
-        length = min(seq_lens[item // kv_heads], options.max_seq_len)
-        low = max(0, seq_lens[item // kv_heads] - window) if window else 0
-        begin, end = np.maximum(found["begin"], found["origin"])[its], found["end"][its]
-        last = np.minimum(end, found["origin"][its] + found["num_tiles"][its] * geometry.tile_tokens)
-        spans = [(first, past) for first, past in zip(begin, last, strict=True) if first < past]
-        ends = [low, *(past for _, past in spans)]  # each span begins where the previous one ends
-        assert (ends[:-1], ends[-1]) == ([first for first, _ in spans], max(length, low)), item
-        assert (found["number"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
-        assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
-        assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
-    # The merge computes where the partial results lie. They must lie there.
-    starts = np.searchsorted(found["item"], np.arange(geometry.num_items + 1)).astype(np.int32)
-    first, last_program = found["partial"][starts[:-1]], program[starts[1:] - 1].astype(np.int32)
-    assert (plan.num_queued_splits(last_program, first) == np.diff(starts)).all()
-    number = np.arange(len(program), dtype=np.int32) - starts[found["item"]]
-    np.testing.assert_array_equal(found["partial"], plan.partial_of(first[found["item"]], number, geometry))
-    work = np.bincount(program, np.maximum(found["num_tiles"], 1), programs)
-    assert (work > 0).sum() == busy
-    assert work.max() <= 17 / 16 * work.sum() / busy + 1
-    if window is None:
-        assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in splits} == splits

@@ -1,4 +1,4 @@
-"""Tests what Hopper's loading warpgroups read, and the queues of decode: the device's code runs as Python, on NumPy.
+"""Tests what Hopper's loading warpgroups read: the device's code runs as Python, on NumPy.
 
 Pallas's interpreter would read an unused entry of a block table without complaint, and mask what it read.
 """
@@ -161,25 +161,6 @@ def test_decode_reads_its_tokens_and_no_others(layout, block_size, fold, window)
                 for ring, cached in zip(rings, by_token, strict=True):
                     wanted = cached[at[seen], index * fold + head.reshape(-1)[seen]]
                     np.testing.assert_array_equal(ring[i][seen], wanted)
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("splits", "fold", "tile", "has_one"), [
-    (1, 1, 128, True), (2, 1, 64, True), (4, 2, 64, True), (3, 1, 64, True),
-    (1, 1, 64, False), (1, 2, 128, False), (3, 2, 64, False),
-])  # fmt: skip
-def test_which_splits_have_one_tile(splits, fold, tile, has_one, window):
-    """The geometry's contexts have up to 128 tokens. A table may also be shorter than a sequence."""
-    merge = Merge.CLUSTER if splits > 1 else Merge.NONE
-    made = geometry_of(
-        cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2,
-        splits=splits, merge=merge, fold=fold, tile=tile,
-    )  # fmt: skip
-    geometry = replace(made, problem=replace(made.problem, sliding_window=window))
-    assert geometry.splits_have_one_tile == has_one
-    lens = jnp.arange(200)
-    split = jax.vmap(lambda n: decode_plan.split_of(n[None], jnp.int32(0), jnp.int32(0), geometry))(lens)
-    assert (split.num_tiles.max() > 1) == (not has_one and window is None)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128])
@@ -353,61 +334,3 @@ def test_powers_of_two_and_their_inverses():
     np.testing.assert_array_equal(np.float64(registers.inverse(registers.power_of_two(x))), 1 / powers)
     bounded = registers.power_of_two(jnp.array([0.0, 1e-20, jnp.nan, jnp.inf, 5.0], jnp.float32), -40, 126)
     np.testing.assert_array_equal(np.float64(bounded), [2.0**-40, 2.0**-40, 2.0**126, 2.0**126, 4.0])
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("queues", "splits"), [(1, 0), (3, 0), (7, 2), (40, 0)])
-def test_queues_of_decode_share_all_tiles(queues, splits):
-    """Each tile of each item is in one queue, and the merge finds the partial results of the items that are cut."""
-    rng = np.random.default_rng(queues)
-    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=4, num_kv_heads=2, tile=64)
-    seq_lens = [0, 700, 64, 1, 130, 0, 500] if queues < 40 else rng.integers(0, 2000, 9).tolist()
-    problem = Problem(**vars(made.problem) | {"num_seqs": len(seq_lens), "max_seq_len": 1900})
-    tuning = replace(made.tuning, queues=queues, splits=splits, merge=Merge.KERNEL)
-    geometry, lens = replace(made, problem=problem, tuning=tuning), jnp.array(seq_lens, jnp.int32)
-    found, ends, firsts, partials = {}, {}, {}, set()
-    for program in range(geometry.num_programs):
-
-        def keep(queued, _, __, program=program):
-            split = queued.split
-            item = int(split.item.index)
-            tiles = range(int(split.origin) // 64, int(split.origin) // 64 + int(split.num_tiles))
-            found.setdefault(item, []).extend(tiles)
-            if not queued.is_whole:
-                assert int(split.partial) not in partials
-                assert 0 <= int(split.partial) < geometry.num_partials
-                partials.add(int(split.partial))
-                of_item = firsts.setdefault(item, [])
-                of_item.append(int(split.partial))
-                if queued.is_last:
-                    ends[item] = int(decode_plan.num_queued_splits(jnp.int32(program), jnp.int32(of_item[0])))
-
-        decode_plan.for_each_split(keep, decode_plan.queue_of(lens, jnp.int32(program), geometry), lens, geometry)
-    assert found == {i: [*range(-(-min(seq_lens[i // 2], 1900) // 64))] for i in range(geometry.num_items)}
-    for item, of_item in firsts.items():
-        assert ends[item] == len(of_item)
-        places = [int(decode_plan.partial_of(jnp.int32(of_item[0]), jnp.int32(n), geometry)) for n in range(ends[item])]
-        assert places == of_item
-
-
-def test_short_batches_are_not_cut_finely():
-    """A queue has four tiles or more, except the last one."""
-    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
-    problem = Problem(**vars(made.problem) | {"num_seqs": 3, "max_seq_len": 4000})
-    geometry = replace(made, problem=problem, tuning=replace(made.tuning, splits=0, queues=40, merge=Merge.KERNEL))
-    lens = jnp.array([64 * 3] * 3, jnp.int32)
-    found = [int(decode_plan.queue_of(lens, jnp.int32(i), geometry).tiles_left) for i in range(6)]
-    assert found == [4, 4, 4, 4, 2, 0]
-
-
-@pytest.mark.parametrize(("longest", "is_alike"), [(64 * 17, True), (64 * 18, False)])
-def test_lengths_that_are_alike_keep_their_splits(longest, is_alike):
-    """Alike lengths are at most a sixteenth longer than the mean."""
-    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
-    seq_lens = [64 * 16] * 30 + [longest]
-    problem = Problem(**vars(made.problem) | {"num_seqs": len(seq_lens), "max_seq_len": 4000})
-    tuning = replace(made.tuning, queues=20, splits=2, merge=Merge.KERNEL)
-    geometry, lens = replace(made, problem=problem, tuning=tuning), jnp.array(seq_lens, jnp.int32)
-    queue = decode_plan.queue_of(lens, jnp.int32(3), geometry)
-    found = int(queue.seq), int(queue.kv_head), int(queue.tile), int(queue.tiles_left)
-    assert found == ((0, 1, 8, 8) if is_alike else (4, 1, 5, 50))
