@@ -1,7 +1,7 @@
 """The loading warpgroup: it copies runs of tokens, through the block table, into the rings of tiles.
 
 Each warp copies a quarter of a tile's runs, so that the first tile arrives sooner. One thread copies all runs that the
-warps cannot share.
+warps cannot share, and those of a cluster whose splits have several tiles (benchmarks/LOG.md, "A program of decode").
 """
 
 import itertools
@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Copies a split's tiles into the rings, after `tiles_before` earlier tiles."""
     own, rest = divmod(geometry.runs_per_tile, WARPGROUP // WARP)
-    if rest:
+    if rest or (geometry.tuning.merges_in_cluster and not geometry.splits_have_one_tile):
         _load_runs(range(geometry.runs_per_tile), split, tiles_before, refs, geometry, tiles)
         return
 
