@@ -237,10 +237,9 @@ def _loaded(item, kind, caches, table):
     num_tiles = max(int(item.num_tiles), kind.stages)
     kind = replace(kind, geometry=replace(kind.geometry, tuning=replace(kind.geometry.tuning, stages=2 * num_tiles)))
     rings = [np.full((2 * num_tiles, kind.tile, 64), np.nan, np.float32) for _ in range(2)]
-    raw = [Place(np.full((kind.tile, 64), np.nan, np.float32)) for _ in range(2)]
+    raw = Place(np.full((kind.raw_stages * kind.tile, 64), np.nan, np.float32))
     barriers = SimpleNamespace(**dict.fromkeys(
-        ("keys_consumed", "keys_ready", "values_consumed", "values_ready", "raw_keys_ready", "raw_values_ready",
-         "values_copied"), Barrier(),
+        ("keys_consumed", "keys_ready", "values_consumed", "values_ready", "raw_ready", "values_copied"), Barrier(),
     ))  # fmt: skip
 
     class Ring(SimpleNamespace):
@@ -249,7 +248,7 @@ def _loaded(item, kind, caches, table):
 
     smem = SimpleNamespace(
         keys=Ring(tiles=Place(rings[0]), slot_scales=None), values=Ring(tiles=Place(rings[1]), slot_scales=None),
-        raw_keys=SimpleNamespace(rows=raw[0]), raw_values=SimpleNamespace(rows=raw[1]), barriers=lambda _: barriers,
+        raw=SimpleNamespace(rows=raw), barriers=lambda _: barriers,
     )  # fmt: skip
     inputs = SimpleNamespace(
         key_cache=Place(caches[0]), value_cache=Place(caches[1]), block_tables=table, new_key=None, new_value=None,

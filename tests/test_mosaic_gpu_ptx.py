@@ -230,17 +230,26 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
         if head_size % 32 == 0:
             query_smem = gpu.empty((64, head_size), BFLOAT16, SHARED)
             in_registers = InLayout(rows.read_queries(query, found, kind.geometry), mgpu.WGMMA_LAYOUT)
-            rows.write_queries(in_registers, query_smem, kind.geometry)
+            divisors, divisors_smem = np.arange(64, dtype=np.float32), gpu.empty((64,), np.float32, SHARED)
+            by_row = InLayout(divisors, mgpu.WGMMA_ROW_LAYOUT)
+            rows.write_queries(in_registers, by_row, query_smem, divisors_smem, kind.geometry)
             assert_swizzled(query_smem, wanted)
+            np.testing.assert_array_equal(divisors_smem.get(), divisors)
 
         out, lse = values(rng, 64, head_size), rng.standard_normal(64).astype(np.float32)
         smem = rows.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
         gmem = rows.Results(gpu.put(np.zeros(shape, BFLOAT16)), gpu.put(np.zeros(shape[:2], np.float32)))
         rows.store_rows(smem, gmem, found, kind)
-        for stored, x in zip(gmem, (out, lse), strict=True):
+        also = rows.Results(*(gpu.put(np.zeros_like(x.get())) for x in gmem))
+        if head_size % 32 == 0:
+            in_registers = InLayout(out, mgpu.WGMMA_LAYOUT), InLayout(lse, mgpu.WGMMA_ROW_LAYOUT)
+            rows.store_from_registers(*in_registers, also, found, kind.geometry)
+        for stored, other, x in zip(gmem, also, (out, lse), strict=True):
             wanted = np.zeros(stored.shape, stored.dtype)
             wanted[first : first + num_tokens, heads] = x[: num_tokens * group].reshape(num_tokens, group, *x.shape[1:])
             np.testing.assert_array_equal(stored.get(), wanted)
+            if head_size % 32 == 0:
+                np.testing.assert_array_equal(other.get(), wanted)
 
 
 @pytest.mark.parametrize(("head_size", "first_token"), [(64, 0), (80, 5), (256, 36), (64, 43)])

@@ -34,8 +34,14 @@ def read_queries(query_gmem, rows, geometry):
     return jnp.where(exists[:, None], values, jnp.zeros_like(values))
 
 
-def write_queries(query, query_smem, geometry):
+def write_queries(query, divisors, query_smem, divisors_smem, geometry):
     query_smem[...] = lax.bitcast_convert_type(query, query_smem.dtype)
+    if divisors is not None:
+        divisors_smem[...] = divisors
+
+
+def copy_words(gmem, smem):
+    smem[...] = gmem[...]
 
 
 def finish_copies():
@@ -47,14 +53,21 @@ def see_copies():
 
 
 def store_rows(smem, gmem, rows, kind):
-    out, lse, group = smem.out[...], smem.lse[...], kind.geometry.problem.group
-    out = lax.bitcast_convert_type(out, gmem.out.dtype)
+    out = lax.bitcast_convert_type(smem.out[...], gmem.out.dtype)
+    _store(out, smem.lse[...], gmem, rows, kind.geometry.problem.group)
+
+
+def _store(out, lse, gmem, rows, group):
 
     @pl.loop(0, rows.num_tokens)
     def _(token):
         heads = pl.ds(rows.kv_head * group, group)
         gmem.out[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
         gmem.lse[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
+
+
+def store_from_registers(out, lse, gmem, rows, geometry):
+    _store(out, lse, gmem, rows, geometry.problem.group)
 
 
 def clear_rows(gmem, first_token, worker, workers, problem):

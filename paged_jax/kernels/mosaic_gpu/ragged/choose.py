@@ -1,5 +1,6 @@
 """Chooses the `Tuning` of ragged attention from `Problem` and `Device` alone, or refuses with every reason."""
 
+import itertools
 from collections.abc import Iterator
 
 from paged_jax.kernels.mosaic_gpu.hopper import refuse
@@ -32,13 +33,17 @@ def tune(problem: Problem, device: Device) -> Tuning:
 
 def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     """Tunings whose tiles fit into registers, best first."""
-    for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
+    tilings = (128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)
+    scales_slots = Granularity.SLOT in (problem.k_scale, problem.v_scale)
+    by_warps = problem.cache_itemsize == 1 and not (problem.prefix or scales_slots)
+    for (tile, stages, queries), raw_tiles in itertools.product(tilings, (3, 2) if by_warps else (2,)):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
             yield Tuning(
                 num_programs=device.num_multiprocessors,
                 tile=tile,
                 thin_tile=tile,
                 stages=stages,
+                raw_tiles=raw_tiles,
                 queries=queries,
                 counts_in_kernel=problem.num_seqs + 2 <= _MOST_COUNTED,
             )

@@ -40,7 +40,15 @@ from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import NO_ITEM, WIDE, kernel_name, kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.ragged.refs import (
+    Inputs,
+    Outputs,
+    Refs,
+    Signal,
+    outputs,
+    scratch,
+    with_factors_in_smem,
+)
 
 _LOADS = 2  # the warpgroup that loads; the others compute
 # Registers of each thread. The three warpgroups start with 2 * 216 + 72 = 3 * 168; a warpgroup that asks for
@@ -73,7 +81,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
         ahead.prefetch(refs, geometry)
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
-        _attend_to_items(refs, geometry)
+        _attend_to_items(with_factors_in_smem(refs, geometry), geometry)
 
     @pl.when(warpgroup == _LOADS)
     def load():

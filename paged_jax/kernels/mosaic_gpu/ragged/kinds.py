@@ -135,14 +135,18 @@ class ItemKind:
 
     @property
     def raw_stages(self) -> int:
-        """Raw tiles of K, and of V, that shared memory holds before their conversion."""
-        return self.tiles_per_wide_tile
+        """Raw tiles that shared memory holds before their conversion; those of K and of V alternate.
+
+        Wide items, which computing warpgroups bound, use one of K and one of V.
+        """
+        raw_tiles = self.geometry.tuning.raw_tiles
+        return (2 if self.is_wide else raw_tiles) * self.tiles_per_wide_tile
 
     @property
     def prefetches(self) -> bool:
-        """Whether warps prefetch raw tiles into L2, because one raw tile in flight does not keep memory busy.
+        """Whether warps prefetch raw tiles into L2, because raw tiles in flight do not keep memory busy.
 
-        A warp prefetches the tile after the one in flight. The contexts of wide items are in L2 more often; prefetching
+        A warp prefetches the tile after those in flight. The contexts of wide items are in L2 more often; prefetching
         would make these items 3% slower (benchmarks/LOG.md, "One pool of keys
         and values").
         """

@@ -21,7 +21,14 @@ from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
-from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Counts, Refs, Signal
+from paged_jax.kernels.mosaic_gpu.ragged.refs import (
+    ITEM_STAGES,
+    Counts,
+    Refs,
+    Signal,
+    factor_sizes,
+    with_factors_in_smem,
+)
 
 _LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is claimed
 
@@ -32,7 +39,10 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     Some programs begin with wide items and the others with thin ones, so that matrix units and memory are busy all the
     time. In phase 0 a program takes items of the kind it begins with until none is left; in phase 1 the other kind.
     """
+    _copy_factors(refs, geometry)
     counts = count.count_in_kernel(refs, geometry)
+    if factor_sizes(geometry):
+        rows.finish_copies()
     program, wide_programs = lax.axis_index("program"), counts.wide_programs[0]
     begins_wide, (wide, thin), zero = program < wide_programs, kinds_of(geometry), jnp.int32(0)
 
@@ -51,6 +61,13 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
     if not geometry.reads_own_queries:
         _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
+
+
+def _copy_factors(refs: Refs, geometry: Geometry) -> None:
+    """Starts the copies of the call's factors. Computing warpgroups see them with the first item's description."""
+    options_gmem, options_smem = (r.inputs_gmem.options for r in (refs, with_factors_in_smem(refs, geometry)))
+    for name in factor_sizes(geometry):
+        rows.copy_words(getattr(options_gmem, name), getattr(options_smem, name))
 
 
 class _Step(NamedTuple):

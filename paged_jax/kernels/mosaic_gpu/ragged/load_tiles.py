@@ -25,8 +25,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, TileRing
 
-_OfTile = Callable[[Scalar, Scalar, tuple[Scalar, ...]], None]
-"""The work of a warp for one tile. Arguments: the tile, the warp's first run, and the block of each of its runs."""
+_Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile
+_OfTile = Callable[[Scalar, Scalar, _Blocks, _Blocks], None]
+"""The work of a warp for one tile.
+
+Arguments: the tile, the warp's first run, and the blocks of a tile ahead and of the tile before that one.
+"""
 
 
 class _Cache(NamedTuple):
@@ -37,8 +41,6 @@ class _Cache(NamedTuple):
     new_gmem: Ref
     scale_gmem: Ref
     ring: TileRing  # with the barriers for the item's kind
-    raw: Ref
-    raw_ready: Ref
 
 
 class _Tile(NamedTuple):
@@ -103,7 +105,7 @@ class TileLoader:
 
             @pl.loop(0, count)
             def copy(number):
-                self._copy_whole_tile(number, first_run, self._blocks_of(number, first_run))
+                self._copy_whole_tile(number, first_run, self._blocks_of(number, first_run), ())
 
         _as_warps(do_as_warp)
 
@@ -117,18 +119,19 @@ class TileLoader:
             self._for_tiles_by_warps(begin, whole, 0, self._copy_whole_tile)
             begin = whole
         elif self.kind.geometry.converts_by_warps:
-            self._for_tiles_by_warps(begin, end, self.kind.raw_stages, self._convert_runs)
+            self._for_tiles_by_warps(begin, end, self._following(self._caches[1])[1], self._convert_runs)
             return
         pl.loop(begin, end)(self.load)
 
     def begin_raw(self) -> None:
         """Starts the copies of the item's first raw tiles."""
+        keys, values = (-(-(self.kind.raw_stages - i) // 2) for i in range(2))
         if self.kind.geometry.converts_by_warps:
-            end = lax.min(self.item.cached_tiles, jnp.int32(self.kind.raw_stages))
-            self._for_tiles_by_warps(jnp.int32(0), end, 0, self._copy_raw_runs)
+            end = lax.min(self.item.cached_tiles, jnp.int32(keys))
+            self._for_tiles_by_warps(jnp.int32(0), end, 0, functools.partial(self._copy_raw_runs, values))
             return
-        for i in range(self.kind.raw_stages):
-            for cache in self._caches:
+        for cache, number in zip(self._caches, (keys, values), strict=True):
+            for i in range(number):
                 pl.when(i < self.item.cached_tiles)(functools.partial(self._load_raw, cache, jnp.int32(i)))
 
     @property
@@ -141,8 +144,6 @@ class TileLoader:
             new_gmem=inputs.new_key,
             scale_gmem=inputs.options.k_scale,
             ring=smem.keys._replace(consumed=barriers.keys_consumed, ready=barriers.keys_ready),
-            raw=smem.raw_keys.rows,
-            raw_ready=barriers.raw_keys_ready,
         )
         values = _Cache(
             is_keys=False,
@@ -150,8 +151,6 @@ class TileLoader:
             new_gmem=inputs.new_value,
             scale_gmem=inputs.options.v_scale,
             ring=smem.values._replace(consumed=barriers.values_consumed, ready=barriers.values_ready),
-            raw=smem.raw_values.rows,
-            raw_ready=barriers.raw_values_ready,
         )
         return keys, values
 
@@ -236,18 +235,22 @@ class TileLoader:
         def do_as_warp():
             first_run = lax.axis_index("warp") * self.kind.runs_of_warp
 
-            def do_tile(number, blocks):
+            def do_tile(number, state):
+                earlier, blocks = state
                 next_blocks = self._blocks_of(number + ahead + 1, first_run)
-                do(number, first_run, blocks)
+                do(number, first_run, blocks, earlier)
                 if self.kind.prefetches:
                     self._prefetch_own_runs(number + ahead + 1, first_run, next_blocks)
-                return next_blocks
+                return (blocks if earlier else ()), next_blocks
 
-            lax.fori_loop(begin, end, do_tile, self._blocks_of(begin + ahead, first_run))
+            earlier = ()
+            if ahead > 0 and self.kind.raw_stages % 2:
+                earlier = self._blocks_of(begin + ahead - 1, first_run)
+            lax.fori_loop(begin, end, do_tile, (earlier, self._blocks_of(begin + ahead, first_run)))
 
         _as_warps(do_as_warp)
 
-    def _blocks_of(self, number: Scalar, first_run: Scalar) -> tuple[Scalar, ...]:
+    def _blocks_of(self, number: Scalar, first_run: Scalar) -> _Blocks:
         """The blocks that hold a warp's runs of a tile. Past the end, they are the block of the last run."""
         tables_gmem, block_size = self.refs.inputs_gmem.block_tables, jnp.int32(self.kind.geometry.problem.block_size)
         last = self.last_run(self.item.values_end)
@@ -255,7 +258,7 @@ class TileLoader:
         tokens = (lax.min(self._first_read(number, first_run + j), last) for j in own)
         return tuple(tables_gmem[self.item.seq, lax.div(token, block_size)] for token in tokens)
 
-    def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+    def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: _Blocks, _: _Blocks) -> None:
         """Copies a warp's runs of a tile, which lie in these blocks."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         for cache in self._caches:
@@ -296,12 +299,13 @@ class TileLoader:
 
     # Tiles of the cache, of 8 bits.
 
-    def _convert_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Converts a warp's runs of a tile, and starts the copies from `blocks` that overwrite the raw runs."""
+    def _convert_runs(self, number: Scalar, first_run: Scalar, blocks: _Blocks, earlier: _Blocks) -> None:
+        """Converts a warp's runs of a tile, and starts the copies from these blocks that overwrite the raw runs."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
-        first_row, following = self._first_own_row(), number + self.kind.raw_stages
+        first_row = first_run * self.kind.run_tokens  # a warp's index would be spilled, and read again for each tile
         for cache in self._caches:
+            following = number + self._following(cache)[1]
             raw_smem, arrived = self._raw(cache, number)
             plgpu.barrier_wait(arrived)
             pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
@@ -313,8 +317,9 @@ class TileLoader:
             plgpu.barrier_arrive(cache.ring.ready.at[stage])
 
             @pl.when(following < self.item.cached_tiles)
-            def copy_next(cache=cache, raw_smem=raw_smem, arrived=arrived):
-                self._copy_own_runs(cache, following, raw_smem, arrived, first_run, blocks)
+            def copy_next(cache=cache, following=following, raw_smem=raw_smem, arrived=arrived):
+                of_following = earlier if earlier and cache.is_keys else blocks
+                self._copy_own_runs(self._following(cache)[0], following, raw_smem, arrived, first_run, of_following)
 
     def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
         """Prefetches a warp's runs of a tile into L2, if the item has that tile."""
@@ -331,16 +336,32 @@ class TileLoader:
         span = plan.span_of(self.item, number, self.kind)
         tiles.zero_rows(tile_smem, self._kept(span), first_row, self.kind)
 
-    def _copy_raw_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Starts the copies of a warp's raw runs of a tile, which lie in these blocks."""
-        for cache in self._caches:
+    def _copy_raw_runs(self, values: int, number: Scalar, first_run: Scalar, blocks: _Blocks, _: _Blocks) -> None:
+        """Starts the copies of a warp's raw runs of a tile, which lie in these blocks; of V only for `values` tiles."""
+
+        def copy(cache: _Cache):
             self._copy_own_runs(cache, number, *self._raw(cache, number), first_run, blocks)
+
+        keys_cache, values_cache = self._caches
+        copy(keys_cache)
+        if self.kind.raw_stages % 2 == 0:
+            copy(values_cache)
+        else:
+            pl.when(number < values)(lambda: copy(values_cache))
+
+    def _following(self, cache: _Cache) -> tuple[_Cache, int]:
+        """The cache whose tile overwrites a raw tile of this cache, and how many tiles it is ahead."""
+        keys, values = self._caches
+        stages = self.kind.raw_stages
+        if stages % 2 == 0:
+            return cache, stages // 2
+        return (values, stages // 2) if cache.is_keys else (keys, (stages + 1) // 2)
 
     def _convert(self, tile: _Tile) -> None:
         """Converts a raw tile, and starts the copy of the tile that overwrites it."""
-        following = tile.number + self.kind.raw_stages
-        is_next = following < self.item.cached_tiles
         for cache in self._caches:
+            next_cache, ahead = self._following(cache)
+            is_next = tile.number + ahead < self.item.cached_tiles
             raw_smem, arrived = self._raw(cache, tile.number)
             plgpu.barrier_wait(arrived)
             self._wait_for_stage(cache, tile)
@@ -354,7 +375,7 @@ class TileLoader:
 
             _as_warps(convert_own)
             self._arrive(cache, tile)
-            pl.when(is_next)(functools.partial(self._load_raw, cache, following))
+            pl.when(is_next)(functools.partial(self._load_raw, next_cache, tile.number + ahead))
 
     def _load_raw(self, cache: _Cache, number: Scalar) -> None:
         """Starts the copy of a raw tile."""
@@ -364,11 +385,12 @@ class TileLoader:
     def _raw(self, cache: _Cache, number: Scalar) -> tuple[Ref, Ref]:
         """The shared memory of a raw tile, and the barrier that signals its arrival."""
         tile, stages = self.kind.tile, self.kind.raw_stages
-        stage = lax.rem(self.tiles_before + number, jnp.int32(stages))
-        raw_smem = cache.raw
-        if stages > 1:
-            raw_smem = raw_smem.at[pl.ds(stage * tile, tile)]  # a product shows Mosaic that `tile` divides it
-        return raw_smem, cache.raw_ready.at[stage]
+        is_values = 0 if cache.is_keys else 1
+        stage = is_values if stages == 2 else lax.rem(2 * (self.tiles_before + number) + is_values, jnp.int32(stages))
+        raw_smem = self.refs.smem.raw.rows.at[
+            pl.ds(stage * tile, tile)
+        ]  # a product shows Mosaic that `tile` divides it
+        return raw_smem, self.refs.smem.barriers(self.kind).raw_ready.at[stage]
 
     # Copies without TMA.
 

@@ -59,8 +59,8 @@ def read(stage: Scalar, refs: Refs, geometry: Geometry) -> Array:
 def write(query: Array, refs: Refs, geometry: Geometry) -> None:
     """Writes a query that this warpgroup has read to its place in shared memory, divided if products need that."""
     smem, warpgroup = refs.smem.query, lax.axis_index("warpgroup")
+    divisors = None
     if geometry.divides_queries:
         query, divisors = softmax.divided(query, geometry)
-        smem.divisors.at[warpgroup][...] = divisors
-    ptx.write_queries(query, smem.rows.at[0, warpgroup], geometry)
+    ptx.write_queries(query, divisors, smem.rows.at[0, warpgroup], smem.divisors.at[warpgroup], geometry)
     plgpu.commit_smem()

@@ -1,8 +1,9 @@
 """Stores of the ragged kernel: out and lse of a whole item, or the partial result of a split.
 
-Out and lse pass through the query's shared memory; a partial result goes from registers to global memory. The warpgroup
-that is the last one to store a partial result of its rows merges them all. In a thin item each warpgroup has seen half
-of the tiles. One hands its softmax over to the other, also through the query's shared memory.
+Out and lse pass through the query's shared memory; a partial result goes from registers to global memory, and so do out
+and lse of a wide item if warpgroups read the queries. The warpgroup that is the last one to store a partial result of
+its rows merges them all. In a thin item each warpgroup has seen half of the tiles. One hands its softmax over to the
+other, also through the query's shared memory.
 """
 
 import jax.experimental.pallas as pl
@@ -21,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
-from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, over_columns
+from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, factor_of_results, over_columns
 
 
 def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
@@ -85,28 +86,33 @@ def store(stage: Scalar, half: Scalar, state: State, out_smem: Ref, refs: Refs, 
 
 def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind) -> None:
     """Stores out and lse. Rows that saw no token get out 0 and lse -inf."""
-    out, maxima, sums = state
+    (out, maxima, sums), factor = state, factor_of_results(kind.geometry)
+    sums = sums * factor
     seen = saw_tokens(sums)
     if rows.sinks is not None:
         maxima, sums, rescale = join_sinks(rows.sinks, maxima, sums)
         out = out * over_columns(rescale, out.shape[1])
     end = Epilogue.of(seen, maxima, sums)
-    out = out * over_columns(rows.v_scale / end.divisors, out.shape[1])
+    out = out * over_columns(rows.v_scale * factor / end.divisors, out.shape[1])
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
+    results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
+    if kind.is_wide and kind.geometry.reads_own_queries:  # shared memory has the next query
+        ragged_rows.store_from_registers(rounded, layout(end.lse, 1), results_gmem, rows.query, kind.geometry)
+        return
     if kind.geometry.divides_queries:  # shared memory is typed as float16; only the bits matter
         rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
     results_smem.out[...] = rounded
     results_smem.lse[...] = layout(end.lse, 1)
-    results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
     ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
 
 
 def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
     """Stores one half of a partial result."""
-    out, maxima, sums = state
+    (out, maxima, sums), factor = state, factor_of_results(kind.geometry)
+    sums = sums * factor
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
     partials_gmem = refs.outputs_gmem.partials(kind)
-    out = layout(out * over_columns(rows.v_scale / end.divisors, out.shape[1]))
+    out = layout(out * over_columns(rows.v_scale * factor / end.divisors, out.shape[1]))
     ragged_rows.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
     partials_gmem.log_sums.at[partial, half][...] = layout(end.lse_of_base_2, 1)
 

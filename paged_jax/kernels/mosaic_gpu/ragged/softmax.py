@@ -239,11 +239,10 @@ def attend(
     return TileWeights(Totals(maxima, sums), rescale, weights)
 
 
-def finished(state: State, rows: Rows, geometry: Geometry) -> State:
-    """Ends the softmax: adds up lanes' sums, converts maxima to logits, takes the power of two out of O and sums."""
+def finished(state: State, rows: Rows) -> State:
+    """Ends the softmax: adds up lanes' sums, and converts maxima to logits. O and sums keep the power of two."""
     maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
-    factor = 2.0 ** -_exponent_of_weights(geometry)
-    return State(state.out * factor, layout(maxima, 1), lanes.sum_of_lanes(state.sums) * factor)
+    return State(state.out, layout(maxima, 1), lanes.sum_of_lanes(state.sums))
 
 
 def over_columns(x: Array, columns: int) -> Array:
@@ -251,8 +250,13 @@ def over_columns(x: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(x, (WGMMA_ROWS, columns), (0,))
 
 
+def factor_of_results(geometry: Geometry) -> float:
+    """The factor that takes the power of two out of O and sums."""
+    return 2.0 ** -_exponent_of_weights(geometry)
+
+
 def _exponent_of_weights(geometry: Geometry) -> int:
-    """The exponent of the power of two in weights and sums, until `finished` takes it out."""
+    """The exponent of the power of two in weights and sums, until results are stored."""
     return _EXPONENT_IN_FLOAT16 if geometry.operand_dtype == "float16" else 0
 
 

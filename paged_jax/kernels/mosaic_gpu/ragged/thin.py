@@ -40,7 +40,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
     state = tiles.attend()
     next_query = queries.read_next(stage, refs, kind.geometry)
-    state = softmax.finished(state, rows, kind.geometry)
+    state = softmax.finished(state, rows)
 
     @pl.when(~takes_over)
     def hand_over():

@@ -12,6 +12,7 @@ class Tuning:
       tile: tokens of K or V in a tile of wide items.
       thin_tile: tokens of K or V in a tile of thin items; it divides `tile`.
       stages: tiles of wide items in the ring of K; the ring of V has the same number.
+      raw_tiles: raw tiles of 8 bits, of K and V together, in shared memory.
       queries: the number of items whose queries fit into shared memory at a time.
       least_split: the least target cost of a wide split. 64 tokens of K and V cost 1 for thin items and 2 for wide
           ones.
@@ -24,6 +25,7 @@ class Tuning:
     tile: int = 128
     thin_tile: int = 128
     stages: int = 2
+    raw_tiles: int = 2
     queries: int = 2
     least_split: int = 16
     least_thin_split: int = 4

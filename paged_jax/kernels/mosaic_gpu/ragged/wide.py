@@ -40,7 +40,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     next_query = queries.read_next(stage, refs, kind.geometry)
-    state = softmax.finished(state, rows, kind.geometry)
+    state = softmax.finished(state, rows)
     warpgroup = lax.axis_index("warpgroup")  # again, so that no register holds it over the loop
     results.store(stage, warpgroup, state, smem.query.rows.at[query_stage, warpgroup], refs, kind)
     queries.finish(query_stage, next_query, refs, kind.geometry)

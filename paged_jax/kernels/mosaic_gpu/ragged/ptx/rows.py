@@ -30,6 +30,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     assembly,
     bytes_of,
     div,
+    element,
     i32,
     i64,
     inline,
@@ -137,7 +138,7 @@ def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
                 words[i : i + 4, h] = assembly(
                     """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $5, 0;
                     mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;
-                    @exists ld.global.v4.b32 {a, b, c, d}, [$4];
+                    @exists ld.global.L1::no_allocate.v4.b32 {a, b, c, d}, [$4];
                     mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }""",
                     "=f,=f,=f,=f,l,r",
                     add(start, i64(CHUNK * i)),
@@ -149,13 +150,21 @@ def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
     return read(query_gmem, *rows)
 
 
-def write_queries(query: Array, query_smem: Ref, geometry: Geometry) -> None:
-    """Writes rows that `read_queries` has read, in 16 bits, to shared memory. The products see them after a barrier."""
-    problem = geometry.problem
+def write_queries(
+    query: Array, divisors: Array | None, query_smem: Ref, divisors_smem: Ref, geometry: Geometry
+) -> None:
+    """Writes rows that `read_queries` has read, in 16 bits, to shared memory, and their divisors [64], if any.
 
-    @inline(plgpu.Layout.WGMMA, plgpu.RefType(operand_transforms(problem)))
-    def write(_, query, query_smem):
-        smem, pairs = address(query_smem), query.registers.reshape(-1, 2)
+    The products see the rows after a barrier.
+    """
+    problem = geometry.problem
+    arrays, layouts = [query], [plgpu.Layout.WGMMA]
+    if divisors is not None:
+        arrays, layouts = [query, divisors], [plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)]
+
+    @inline(plgpu.RefType(operand_transforms(problem)), plgpu.RefType(), *layouts)
+    def write(_, query_smem, divisors_smem, query, *divisors):
+        smem, pairs, word = address(query_smem), query.registers.reshape(-1, 2), ir.IntegerType.get_signless(32)
         lane = rem(thread_index_read_again(), 4)
         mgpu.warpgroup_barrier()  # other threads have read what lies there
         for h, row in enumerate(_rows_of_thread()):
@@ -164,10 +173,38 @@ def write_queries(query: Array, query_smem: Ref, geometry: Geometry) -> None:
                     "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
                     "r,r,r,r,r",
                     add(smem, swizzled_offset(row, add(lane, i32(i)), problem)),
-                    *(llvm.bitcast(ir.IntegerType.get_signless(32), pair) for pair in pairs[i : i + 4, h]),
+                    *(llvm.bitcast(word, pair) for pair in pairs[i : i + 4, h]),
+                )
+            for of_rows in divisors:
+                assembly(
+                    "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }",
+                    "r,r,r",
+                    lane,
+                    add(address(divisors_smem), mul(row, 4)),
+                    arith.bitcast(word, element(of_rows.registers.flat[h], 0)),
                 )
 
-    write(query, query_smem)
+    write(query_smem, divisors_smem, *arrays)
+
+
+def copy_words(gmem: Ref, smem: Ref) -> None:
+    """Starts the copies of a few words to shared memory."""
+    (size,) = smem.shape
+
+    @inline(plgpu.RefType(), plgpu.RefType())
+    def copy(_, gmem, smem):
+        for first in range(0, size, WARPGROUP):
+            word = add(thread_index_read_again(), i32(first))
+            assembly(
+                """{ .reg .pred exists; setp.ne.b32 exists, $0, 0;
+                @exists cp.async.ca.shared.global [$2], [$1], 4; }""",
+                "r,l,r",
+                as_i32(less(word, i32(size))),
+                add(address(gmem), bytes_of(word, 4)),
+                add(address(smem), mul(word, 4)),
+            )
+
+    copy(gmem, smem)
 
 
 def finish_copies() -> None:
@@ -215,6 +252,58 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
         _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
 
     store(*smem, *gmem, *rows)
+
+
+def store_from_registers(out: Array, lse: Array, gmem: Results, rows: QueryRows, geometry: Geometry) -> None:
+    """Stores the results of a warpgroup's rows, except rows without a query, from registers.
+
+    The four lanes of a row exchange words, so that each has 16 bytes of every 64 bytes of the row.
+    """
+
+    @inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(rows))
+    def store(_, out, lse, out_gmem, lse_gmem, *rows):
+        query_rows, pairs = _values(rows), out.registers.reshape(-1, 2)
+        lane, word = rem(thread_index_read_again(), 4), ir.IntegerType.get_signless(32)
+        first_of_row = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(0))
+        for h, row in enumerate(_rows_of_thread()):
+            exists, index = _row_of_query(row, query_rows, geometry)
+            start = add(
+                address(out_gmem), arith.addi(bytes_of(index, 2 * geometry.problem.head_size), bytes_of(lane, CHUNK))
+            )
+            for i in range(0, len(pairs), 4):
+                words = _transposed([llvm.bitcast(word, pair) for pair in pairs[i : i + 4, h]], lane)
+                assembly(
+                    """{ .reg .pred exists; setp.ne.b32 exists, $0, 0;
+                    @exists st.global.v4.b32 [$1], {$2, $3, $4, $5}; }""",
+                    "r,l,r,r,r,r",
+                    as_i32(exists),
+                    add(start, i64(CHUNK * i)),
+                    *words,
+                )
+            assembly(
+                "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.b32 [$1], $2; }",
+                "r,l,r",
+                as_i32(arith.andi(exists, first_of_row)),
+                add(address(lse_gmem), bytes_of(index, 4)),
+                arith.bitcast(word, element(lse.registers.flat[h], 0)),
+            )
+
+    store(out, lse, *gmem, *rows)
+
+
+def _transposed(words: list, lane) -> list:
+    """Transposes the words of four lanes: lane i of four, with words a[0] to a[3], gets a[i] of each lane."""
+    words = list(words)
+    for distance in (1, 2):
+        is_later = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, i32(distance)), i32(0))
+        for i in (j for j in range(4) if not j & distance):
+            first, second = words[i], words[i + distance]
+            other = mgpu.utils.shfl_bfly(arith.select(is_later, first, second), distance)
+            words[i], words[i + distance] = (
+                arith.select(is_later, other, first),
+                arith.select(is_later, second, other),
+            )
+    return words
 
 
 def clear_rows(gmem: Results, first_token: Scalar, worker: Scalar, workers: int, problem: Problem) -> None:
