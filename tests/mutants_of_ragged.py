@@ -55,8 +55,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: padding keeps what its memory held",
         "kernels/mosaic_gpu/ragged/kernel.py",
-        "rows.clear_rows(rows.Results(outputs.out, outputs.lse), first,",
-        "rows.clear_rows(rows.Results(outputs.out, outputs.lse), first + 1,",
+        "results.clear_rows(results.Results(outputs.out, outputs.lse), first,",
+        "results.clear_rows(results.Results(outputs.out, outputs.lse), first + 1,",
         "tests/test_mosaic_gpu_ragged.py -k in_the_interpreter",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS_OF_RAGGED = [
     ),
     Mutant(
         "mosaic_gpu: blocks before the window are read",
-        "kernels/mosaic_gpu/ragged/load_tiles.py",
+        "kernels/mosaic_gpu/ragged/copy_tiles.py",
         "        return lax.max(token, lax.div(self.item.begin, size) * size)",
         "        return token",
         "tests/test_mosaic_gpu_sparse.py -k attends_to",

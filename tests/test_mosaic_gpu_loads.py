@@ -27,7 +27,7 @@ from paged_jax.kernels.mosaic_gpu.mla import merge as mla_merge
 from paged_jax.kernels.mosaic_gpu.mla import plan as mla_plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry as MlaGeometry
-from paged_jax.kernels.mosaic_gpu.ragged import load_tiles, plan
+from paged_jax.kernels.mosaic_gpu.ragged import convert_tiles, copy_tiles, load_tiles, plan
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.problem import Problem
 from tests.test_mosaic_gpu_mla import problem_of
@@ -90,6 +90,8 @@ def as_python():
         jax.disable_jit(),
         mock.patch.object(decode_load, "plgpu", fakes),
         mock.patch.object(mla_load, "plgpu", fakes),
+        mock.patch.object(copy_tiles, "plgpu", fakes),
+        mock.patch.object(convert_tiles, "plgpu", fakes),
         mock.patch.object(load_tiles, "plgpu", fakes),
     ):
         yield
@@ -279,7 +281,7 @@ def _loaded(item, kind, caches, table):
         return jnp.int32(warp[0])
 
     with (
-        mock.patch.object(load_tiles, "_as_warps", by_warps),
+        mock.patch.object(copy_tiles, "as_warps", by_warps),
         mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
         mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
         mock.patch.object(jax.lax, "axis_index", axis_index),

@@ -14,7 +14,7 @@ from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged import kinds
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, results, rows, scan, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
@@ -237,13 +237,13 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
             np.testing.assert_array_equal(divisors_smem.get(), divisors)
 
         out, lse = values(rng, 64, head_size), rng.standard_normal(64).astype(np.float32)
-        smem = rows.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
-        gmem = rows.Results(gpu.put(np.zeros(shape, BFLOAT16)), gpu.put(np.zeros(shape[:2], np.float32)))
-        rows.store_rows(smem, gmem, found, kind)
-        also = rows.Results(*(gpu.put(np.zeros_like(x.get())) for x in gmem))
+        smem = results.Results(gpu.put(swizzled(out).view(BFLOAT16), SHARED), gpu.put(lse, SHARED))
+        gmem = results.Results(gpu.put(np.zeros(shape, BFLOAT16)), gpu.put(np.zeros(shape[:2], np.float32)))
+        results.store_rows(smem, gmem, found, kind)
+        also = results.Results(*(gpu.put(np.zeros_like(x.get())) for x in gmem))
         if head_size % 32 == 0:
             in_registers = InLayout(out, mgpu.WGMMA_LAYOUT), InLayout(lse, mgpu.WGMMA_ROW_LAYOUT)
-            rows.store_from_registers(*in_registers, also, found, kind.geometry)
+            results.store_from_registers(*in_registers, also, found, kind.geometry)
         for stored, other, x in zip(gmem, also, (out, lse), strict=True):
             wanted = np.zeros(stored.shape, stored.dtype)
             wanted[first : first + num_tokens, heads] = x[: num_tokens * group].reshape(num_tokens, group, *x.shape[1:])
@@ -256,9 +256,9 @@ def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
 def test_rows_of_padding(gpu, head_size, first_token):
     problem = kinds_of(head_size, 3)[1].geometry.problem
     shape = problem.num_tokens, problem.num_heads, head_size
-    gmem = rows.Results(gpu.put(np.ones(shape, BFLOAT16)), gpu.put(np.ones(shape[:2], np.float32)))
+    gmem = results.Results(gpu.put(np.ones(shape, BFLOAT16)), gpu.put(np.ones(shape[:2], np.float32)))
     for worker in range(3):
-        rows.clear_rows(gmem, np.int32(first_token), np.int32(worker), 3, problem)
+        results.clear_rows(gmem, np.int32(first_token), np.int32(worker), 3, problem)
     for stored, value in zip(gmem, (0, -np.inf), strict=True):
         wanted = np.ones(stored.shape, stored.dtype)
         wanted[first_token:] = value
@@ -270,7 +270,7 @@ def test_partial_results(gpu, group):
     kind, rng = kinds_of(64, group)[0], np.random.default_rng(0)
     out, num_tokens = rng.standard_normal((64, 64)).astype(np.float32), 5
     partial = gpu.put(np.zeros((64, 64), np.float32))
-    rows.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), np.int32(num_tokens), kind.geometry)
+    results.store_partial(partial, InLayout(out, mgpu.WGMMA_LAYOUT), np.int32(num_tokens), kind.geometry)
     wanted = np.where(np.arange(64)[:, None] < num_tokens * group, out, 0)
     np.testing.assert_array_equal(partial.get(), wanted)
 

@@ -1,6 +1,5 @@
-"""Rows of queries and of results."""
+"""Rows of queries."""
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -50,34 +49,3 @@ def finish_copies():
 
 def see_copies():
     plgpu.commit_smem()
-
-
-def store_rows(smem, gmem, rows, kind):
-    out = lax.bitcast_convert_type(smem.out[...], gmem.out.dtype)
-    _store(out, smem.lse[...], gmem, rows, kind.geometry.problem.group)
-
-
-def _store(out, lse, gmem, rows, group):
-
-    @pl.loop(0, rows.num_tokens)
-    def _(token):
-        heads = pl.ds(rows.kv_head * group, group)
-        gmem.out[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
-        gmem.lse[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
-
-
-def store_from_registers(out, lse, gmem, rows, geometry):
-    _store(out, lse, gmem, rows, geometry.problem.group)
-
-
-def clear_rows(gmem, first_token, worker, workers, problem):
-    @pl.loop(first_token + worker, problem.num_tokens, step=workers)
-    def _(token):
-        gmem.out[token] = jnp.zeros(gmem.out.shape[1:], gmem.out.dtype)
-        gmem.lse[token] = jnp.full(gmem.lse.shape[1:], -jnp.inf, jnp.float32)
-
-
-def store_partial(partial_gmem, out, num_tokens, geometry):
-    old = partial_gmem[...]
-    exists = jnp.arange(WGMMA_ROWS)[:, None] < num_tokens * geometry.problem.group
-    partial_gmem[...] = jnp.where(exists, out, old)

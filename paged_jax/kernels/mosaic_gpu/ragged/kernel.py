@@ -39,7 +39,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import ahead, items, queries, thin, wid
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import NO_ITEM, WIDE, kernel_name, kinds_of
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import (
     Inputs,
     Outputs,
@@ -95,7 +95,7 @@ def _clear_padding(refs: Refs, geometry: Geometry) -> None:
     problem, programs = geometry.problem, geometry.tuning.num_programs
     first = lax.clamp(jnp.int32(0), inputs.lengths.query_start_loc[problem.num_seqs], jnp.int32(problem.num_tokens))
     worker = lax.axis_index("warpgroup") * programs + lax.axis_index("program")
-    rows.clear_rows(rows.Results(outputs.out, outputs.lse), first, worker, _LOADS * programs, problem)
+    results.clear_rows(results.Results(outputs.out, outputs.lse), first, worker, _LOADS * programs, problem)
 
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:

@@ -19,8 +19,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as counters
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
-from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import results as ptx
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.results import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, factor_of_results, over_columns
 
@@ -97,13 +97,13 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
     results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
     if kind.is_wide and kind.geometry.reads_own_queries:  # shared memory has the next query
-        ragged_rows.store_from_registers(rounded, layout(end.lse, 1), results_gmem, rows.query, kind.geometry)
+        ptx.store_from_registers(rounded, layout(end.lse, 1), results_gmem, rows.query, kind.geometry)
         return
     if kind.geometry.divides_queries:  # shared memory is typed as float16; only the bits matter
         rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
     results_smem.out[...] = rounded
     results_smem.lse[...] = layout(end.lse, 1)
-    ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
+    ptx.store_rows(results_smem, results_gmem, rows.query, kind)
 
 
 def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
@@ -113,7 +113,7 @@ def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
     partials_gmem = refs.outputs_gmem.partials(kind)
     out = layout(out * over_columns(rows.v_scale * factor / end.divisors, out.shape[1]))
-    ragged_rows.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
+    ptx.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
     partials_gmem.log_sums.at[partial, half][...] = layout(end.lse_of_base_2, 1)
 
 

@@ -1,4 +1,4 @@
-"""Copies of query rows and of result rows, 16 bytes at a time, in PTX.
+"""Copies of query rows, 16 bytes at a time, in PTX, and where rows and chunks of 16 bytes lie.
 
 A warpgroup's 64 rows are its query tokens, each with all heads of the group: row = token * group + head. In global
 memory the heads of a group are neighbours, and tokens are num_heads * head_size elements apart. In shared memory, rows
@@ -20,13 +20,11 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from paged_jax.kernels.mosaic_gpu.hopper import rows as hopper_rows
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
     as_i32,
-    as_index,
     assembly,
     bytes_of,
     div,
@@ -60,13 +58,6 @@ class QueryRows(NamedTuple):
     kv_head: Scalar
 
 
-class Results(NamedTuple):
-    """Out and lse: all of them in global memory, or a warpgroup's rows in shared memory."""
-
-    out: Ref
-    lse: Ref
-
-
 class Chunk(NamedTuple):
     """16 bytes of a row. Fields are MLIR values."""
 
@@ -87,7 +78,7 @@ def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKi
     @inline(plgpu.RefType(), plgpu.RefType(layout), *[SCALAR] * len(rows))
     def load(_, query_gmem, query_smem, *rows):
         gmem, smem = address(query_gmem), address(query_smem)
-        _for_chunks(_values(rows), kind, lambda chunk: copy_chunk(smem, gmem, chunk), all_rows=True)
+        for_chunks(values(rows), kind, lambda chunk: copy_chunk(smem, gmem, chunk), all_rows=True)
 
     load(query_gmem, query_smem, *rows)
 
@@ -129,9 +120,9 @@ def read_queries(query_gmem: Ref, rows: QueryRows, geometry: Geometry) -> Array:
 
     @inline(plgpu.RefType(), *[SCALAR] * len(rows), returns=shape, dtype=problem.query_dtype)
     def read(_, query_gmem, *rows):
-        gmem, query_rows, words = address(query_gmem), _values(rows), np.empty((problem.head_size // 8, 2), object)
-        for h, row in enumerate(_rows_of_thread()):
-            exists, index = _row_of_query(row, query_rows, geometry)
+        gmem, query_rows, words = address(query_gmem), values(rows), np.empty((problem.head_size // 8, 2), object)
+        for h, row in enumerate(rows_of_thread()):
+            exists, index = row_of_query(row, query_rows, geometry)
             offset = arith.select(exists, bytes_of(index, row_bytes), i64(0))
             start = add(gmem, arith.addi(offset, bytes_of(rem(thread_index_read_again(), 4), CHUNK)))
             for i in range(0, len(words), 4):
@@ -167,7 +158,7 @@ def write_queries(
         smem, pairs, word = address(query_smem), query.registers.reshape(-1, 2), ir.IntegerType.get_signless(32)
         lane = rem(thread_index_read_again(), 4)
         mgpu.warpgroup_barrier()  # other threads have read what lies there
-        for h, row in enumerate(_rows_of_thread()):
+        for h, row in enumerate(rows_of_thread()):
             for i in range(0, len(pairs), 4):
                 assembly(
                     "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
@@ -228,147 +219,6 @@ def see_copies() -> None:
     fence()
 
 
-def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) -> None:
-    """Stores the results of a warpgroup's rows, except rows without a query."""
-    problem = kind.geometry.problem
-    layout = operand_transforms(problem)
-
-    @inline(plgpu.RefType(layout), *[plgpu.RefType()] * 3, *[SCALAR] * len(rows))
-    def store(_, out_smem, lse_smem, out_gmem, lse_gmem, *rows):
-        query_rows = _values(rows)
-        out, out_place = address(out_gmem), address(out_smem)
-
-        def store_chunk(chunk: Chunk):
-            assembly(
-                """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $0, 0;
-                ld.shared.v4.b32 {a, b, c, d}, [$1]; @exists st.global.v4.b32 [$2], {a, b, c, d}; }""",
-                "r,r,l",
-                as_i32(chunk.exists),
-                add(out_place, chunk.smem_offset),
-                add(out, chunk.gmem_offset),
-            )
-
-        _for_chunks(query_rows, kind, store_chunk, all_rows=kind.is_wide)
-        _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
-
-    store(*smem, *gmem, *rows)
-
-
-def store_from_registers(out: Array, lse: Array, gmem: Results, rows: QueryRows, geometry: Geometry) -> None:
-    """Stores the results of a warpgroup's rows, except rows without a query, from registers.
-
-    The four lanes of a row exchange words, so that each has 16 bytes of every 64 bytes of the row.
-    """
-
-    @inline(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), plgpu.RefType(), *[SCALAR] * len(rows))
-    def store(_, out, lse, out_gmem, lse_gmem, *rows):
-        query_rows, pairs = _values(rows), out.registers.reshape(-1, 2)
-        lane, word = rem(thread_index_read_again(), 4), ir.IntegerType.get_signless(32)
-        first_of_row = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(0))
-        for h, row in enumerate(_rows_of_thread()):
-            exists, index = _row_of_query(row, query_rows, geometry)
-            start = add(
-                address(out_gmem), arith.addi(bytes_of(index, 2 * geometry.problem.head_size), bytes_of(lane, CHUNK))
-            )
-            for i in range(0, len(pairs), 4):
-                words = _transposed([llvm.bitcast(word, pair) for pair in pairs[i : i + 4, h]], lane)
-                assembly(
-                    """{ .reg .pred exists; setp.ne.b32 exists, $0, 0;
-                    @exists st.global.v4.b32 [$1], {$2, $3, $4, $5}; }""",
-                    "r,l,r,r,r,r",
-                    as_i32(exists),
-                    add(start, i64(CHUNK * i)),
-                    *words,
-                )
-            assembly(
-                "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.b32 [$1], $2; }",
-                "r,l,r",
-                as_i32(arith.andi(exists, first_of_row)),
-                add(address(lse_gmem), bytes_of(index, 4)),
-                arith.bitcast(word, element(lse.registers.flat[h], 0)),
-            )
-
-    store(out, lse, *gmem, *rows)
-
-
-def _transposed(words: list, lane) -> list:
-    """Transposes the words of four lanes: lane i of four, with words a[0] to a[3], gets a[i] of each lane."""
-    words = list(words)
-    for distance in (1, 2):
-        is_later = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, i32(distance)), i32(0))
-        for i in (j for j in range(4) if not j & distance):
-            first, second = words[i], words[i + distance]
-            other = mgpu.utils.shfl_bfly(arith.select(is_later, first, second), distance)
-            words[i], words[i + distance] = (
-                arith.select(is_later, other, first),
-                arith.select(is_later, second, other),
-            )
-    return words
-
-
-def clear_rows(gmem: Results, first_token: Scalar, worker: Scalar, workers: int, problem: Problem) -> None:
-    """Stores out 0 and lse -inf in a worker's share of the rows from `first_token` on.
-
-    A worker is a warpgroup; there are `workers` of them. A thread stores 16 bytes of a row at a time.
-    """
-    row_bytes = 2 * problem.head_size
-    chunks = row_bytes // CHUNK
-    rows_at_once = WARPGROUP // chunks
-
-    @inline(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
-    def clear(_, out_gmem, lse_gmem, first_token, worker):
-        thread, first = thread_index_read_again(), mul(first_token.registers.item(), problem.num_heads)
-        own, column = div(thread, chunks), rem(thread, chunks)
-        out = add(address(out_gmem), bytes_of(column, CHUNK))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, column, i32(0))
-        end = i32(problem.num_tokens * problem.num_heads)
-        begin = add(first, mul(worker.registers.item(), rows_at_once))
-        loop = scf.ForOp(*map(as_index, (begin, end, i32(workers * rows_at_once))))  # pyright: ignore[reportCallIssue]
-        with ir.InsertionPoint(loop.body):
-            row = add(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), own)
-            exists = arith.andi(less(row, end), less(own, i32(rows_at_once)))
-            assembly(
-                "{ .reg .pred e; setp.ne.b32 e, $0, 0; @e st.global.v4.b32 [$1], {$2, $2, $2, $2}; }",
-                "r,l,r",
-                as_i32(exists),
-                add(out, bytes_of(row, row_bytes)),
-                i32(0),
-            )
-            assembly(
-                "{ .reg .pred e; setp.ne.b32 e, $0, 0; @e st.global.b32 [$1], $2; }",
-                "r,l,r",
-                as_i32(arith.andi(exists, is_first)),
-                add(address(lse_gmem), bytes_of(row, 4)),
-                i32(-(1 << 23)),  # the bits of -inf
-            )
-            scf.yield_([])
-
-    clear(*gmem, first_token, worker)
-
-
-def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
-    """Stores lse, one thread for each row."""
-    thread = thread_index_read_again()
-    row = rem(thread, WGMMA_ROWS)
-    exists, index = _row_of_query(row, rows, geometry)
-    exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, thread, i32(WGMMA_ROWS)))
-    hopper_rows.store_word(
-        as_i32(exists), add(address(lse_smem), mul(row, 4)), add(address(lse_gmem), bytes_of(index, 4))
-    )
-
-
-def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: Geometry) -> None:
-    """Stores a warpgroup's O [64, head_size] from registers: the rows of its `num_tokens` tokens."""
-    problem = geometry.problem
-
-    @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
-    def store(_, partial_gmem, out, num_tokens):
-        count, size = num_tokens.registers.item(), problem.head_size
-        hopper_rows.store_first_rows(partial_gmem, out.registers, count, size, rows_of_token=problem.group)
-
-    store(partial_gmem, out, num_tokens)
-
-
 def operand_transforms(problem: Problem) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """The layout in shared memory of rows of head_size elements in the query's dtype."""
     return transforms(problem.head_size, problem.query_dtype)
@@ -405,7 +255,7 @@ def swizzled_offset(row, column, problem: Problem):
     return arith.xori(place, changed)
 
 
-def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
+def for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
     """Calls `do` with each of this thread's chunks: those of rows with a query and, with `all_rows`, those after them.
 
     A thin item may have few rows, so its code is a loop. It leaves out the rows of warps without a query: nobody reads
@@ -416,7 +266,7 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
     chunks_per_row = row_bytes // CHUNK
 
     def do_chunk(row, column):
-        exists, index = _row_of_query(row, rows, geometry)
+        exists, index = row_of_query(row, rows, geometry)
         offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
         do(Chunk(exists, offset, swizzled_offset(row, column, geometry.problem)))
 
@@ -436,14 +286,14 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
         scf.yield_([])
 
 
-def _rows_of_thread() -> list:
+def rows_of_thread() -> list:
     """The two rows whose elements this thread holds in the layout of wgmma's results."""
     index = thread_index_read_again()
     first = add(mul(div(index, WARP), WGMMA_ROWS // 4), div(rem(index, WARP), 4))
     return [first, add(first, i32(8))]
 
 
-def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
+def row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
     """Whether a row has a query, and its index among the num_tokens * num_heads rows of the query."""
     group = geometry.problem.group
     token = div(row, group)
@@ -455,6 +305,6 @@ def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
     return exists, add(mul(add(rows.first_token, token), geometry.problem.num_heads), head)
 
 
-def _values(rows) -> QueryRows:
+def values(rows) -> QueryRows:
     """`QueryRows` of MLIR values."""
     return QueryRows(*(x.registers.item() for x in rows))
