@@ -39,6 +39,20 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_plan.py -k saves_a_wave",
     ),
     Mutant(
+        "mosaic_gpu: few wide items leave half of the programs to thin ones",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "(items >= wide * _MANY_WAVES) &",
+        "(items >= wide) &",
+        "tests/test_mosaic_gpu_ragged_plan.py -k leave_half",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items lose more than a fifth of their programs",
+        "kernels/mosaic_gpu/ragged/count.py",
+        "(whole >= wide * _LEAST_FEWER)",
+        "(whole >= 1)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k four_fifths",
+    ),
+    Mutant(
         "mosaic_gpu: thin items beside wide ones are as long as without them",
         "kernels/mosaic_gpu/ragged/count.py",
         "jnp.where(totals.wide > 0, beside_wide, target)",

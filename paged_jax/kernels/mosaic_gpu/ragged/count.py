@@ -32,6 +32,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, q
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
 _MORE = 2  # so many more programs than their part may begin with wide items, if that saves a wave
 _FEW_THIN = 1 / 16  # and if at most this part of the programs would begin with thin items
+_MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
+_LEAST_FEWER = 0.8  # but no fewer than this part of their programs
 _FEW_WAVES = 8  # of more waves than that, one less saves little
 _ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
@@ -287,6 +289,8 @@ def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) 
         return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
+    if kinds_of(geometry)[0].may_exist and not geometry.converts_tiles:
+        wide_programs = _fewer_of_many(wide_programs, lanes.collect(numbers, 1)[0], geometry)
     of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
     wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
     programs, saved = by_kind(wide, thin), jnp.int32(0)
@@ -323,6 +327,22 @@ def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
     beside_wide = lax.max((totals.wide + totals.thin) * of_all, totals.thin * of_thin)
     beside_wide = lax.min(target, lax.max(beside_wide, jnp.float32(kind.least_beside_wide)))
     return jnp.where(totals.wide > 0, beside_wide, target)
+
+
+def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
+    """Lets fewer programs begin with wide items, if these are many and about half of the work.
+
+    Early query tiles of a prompt cost less than its last one, and thin items take longer than their cost if memory is
+    busy. Half of the programs keep it busy. Few wide items keep their part of the programs, which may be one wave; many
+    fill as many programs as take whole waves. With a fifth fewer programs, wide items would end last. Over 8 bits,
+    conversions bound thin items, and memory is less busy.
+    """
+    programs, wide = geometry.tuning.num_programs, wide_programs.astype(jnp.float32)
+    fewer = lax.max(wide * (7 / 3) - programs, jnp.float32(programs / 2))  # all of 3/4 and more
+    waves = truncated(items * reciprocal(fewer, geometry) + 0.5, geometry).astype(jnp.float32)
+    whole = _waves(items, lax.max(waves, jnp.float32(1)), geometry)
+    may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_FEWER)
+    return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
 
 
 def _may_be_more(thin_programs: Any, geometry: Geometry) -> Any:
