@@ -3,7 +3,7 @@
 The loading warpgroup counts the batch before it asks for tiles, and memory would be idle meanwhile. If a batch is
 small, it has no wide items, few sequences, and items that all begin at once. Then a warp can guess in a few
 instructions which item the program takes: it counts with one lane for each sequence, and with the first of the
-candidate shares in `count.py`. If the guess is wrong, another program finds these tiles in L2.
+candidate shares in `shares.py`. If the guess is wrong, another program finds these tiles in L2.
 """
 
 import jax.experimental.pallas as pl

@@ -14,69 +14,23 @@ sequences, XLA counts before the kernel.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
-from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient, reciprocal, truncated
+from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
+from paged_jax.kernels.mosaic_gpu.ragged.shares import Lanes, Shares, Totals, shares_of
 
 _ITEM_COST = 2  # the cost of an item beside the cost of its tiles
-_MORE = 2  # so many more programs than their part may begin with wide items, if that saves a wave
-_FEW_THIN = 1 / 16  # and if at most this part of the programs would begin with thin items
-_MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
-_LEAST_FEWER = 0.8  # but no fewer than this part of their programs
-_FEW_WAVES = 8  # of more waves than that, one less saves little
-_ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
-_MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
-
-
-class _Totals(NamedTuple):
-    """Total cost of all wide items, and of all thin items."""
-
-    wide: Any
-    thin: Any
-
-    @classmethod
-    def of(cls, costs: list) -> "_Totals":
-        """Makes totals of the costs of `kinds_there`."""
-        *wide, thin = costs
-        return cls(wide[0] if wide else jnp.float32(0), thin)
-
-
-class _Shares(NamedTuple):
-    """Target cost of a wide split, and of a thin split."""
-
-    wide: Any
-    thin: Any
-
-    def of(self, kind: ItemKind) -> Any:
-        """Target cost of a split of this kind."""
-        return self.wide if kind.is_wide else self.thin
-
-
-class _Candidate(NamedTuple):
-    """A target cost of a split."""
-
-    kind: ItemKind
-    cost: Any
-
-
-class _Lanes(NamedTuple):
-    """How `_shares` computes its candidates side by side: in an array by XLA, in the lanes of each warp in a kernel."""
-
-    sum_up: Callable[[list[Callable[[Sequence], Array]]], Array]  # each function's sum over all sequences in a lane
-    spread: Callable[[list], Array]  # one value in each lane
-    collect: Callable[[Array, int], list]  # the values of the first lanes
-    vote: Callable[[Array], Scalar]  # an integer with a bit for each lane
 
 
 def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
@@ -86,15 +40,15 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     ends = jnp.append(query_start_loc[1:], query_start_loc[-1])
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
 
-    totals = _Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in kinds_there(geometry)])
+    totals = Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in kinds_there(geometry)])
     may_order = (sequences.query_len[WARPGROUP:] == 0).all()
-    lanes = _Lanes(
+    lanes = Lanes(
         sum_up=lambda of_sequences: jnp.stack([of(sequences).sum() for of in of_sequences]).astype(jnp.float32),
         spread=lambda values: jnp.stack([jnp.float32(x) for x in values]),
         collect=lambda values, count: list(values[:count]),
         vote=lambda x: (x << jnp.arange(len(x))).sum(),
     )
-    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
+    shares, begin_at_once, wide_programs = shares_of(totals, may_order, lanes, geometry)
     order = jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
         keeps_order = begin_at_once | ~may_order
@@ -120,7 +74,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     if others:
         sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), others))
     sums = scan.totals(dict(enumerate(sums)), smem.counted)
-    totals, may_order = _Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else True
+    totals, may_order = Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else True
 
     def sum_up(of_sequences):
         own = [of(first) for of in of_sequences]
@@ -129,8 +83,8 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
             own = [x + more for x, more in zip(own, lax.cond(may_order, none, all_others), strict=True)]
         return warps.totals_in_lanes(own, smem.counted, len(kinds) + 1)
 
-    lanes = _Lanes(sum_up, warps.in_lanes, warps.of_lanes, warps.votes)
-    shares, begin_at_once, wide_programs = _shares(totals, may_order, lanes, geometry)
+    lanes = Lanes(sum_up, warps.in_lanes, warps.of_lanes, warps.votes)
+    shares, begin_at_once, wide_programs = shares_of(totals, may_order, lanes, geometry)
     counts = _counts(first, shares, geometry)
     if geometry.orders_sequences:
         keeps_order = begin_at_once | ~may_order if others else begin_at_once
@@ -164,7 +118,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
 
 
 def _ordered(
-    sequences: Sequence, counts: dict[int, Array], shares: _Shares, keeps_order: Any, refs: Refs, geometry: Geometry
+    sequences: Sequence, counts: dict[int, Array], shares: Shares, keeps_order: Any, refs: Refs, geometry: Geometry
 ) -> dict[int, Array]:
     """Moves the counts of each of the first 128 sequences to the thread at its place in the order."""
     smem = refs.smem
@@ -233,17 +187,6 @@ def costs(sequences: Sequence, kind: ItemKind) -> Array:
     return items.astype(jnp.float32) * of_item.astype(jnp.float32)
 
 
-def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
-    """Computes `Counts.wide_programs`."""
-    if not kinds_of(geometry)[0].may_exist:
-        return jnp.int32(0)
-    (wide, thin), programs = totals, geometry.tuning.num_programs
-    part = wide * reciprocal(lax.max(wide + thin, jnp.float32(1)), geometry)
-    wide_programs = truncated(part * programs + 0.5, geometry)
-    wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
-    return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
-
-
 def _wide_at_once(counts: Counts, geometry: Geometry) -> Any:
     """Computes `Counts.wide_programs` if each query has several rows: all wide items begin at once.
 
@@ -261,104 +204,7 @@ def _over_parts(count: Callable[[Sequence], Array], parts: list[Sequence]) -> Ar
     return functools.reduce(jnp.add, [count(part) for part in parts])
 
 
-def _items(sequences: Sequence, of: _Candidate) -> Array:
-    """Counts the items of a kind that see a tile, in each sequence, if a split costs about as much as the candidate."""
-    unsplit = query_tiles(sequences, of.kind) * of.kind.geometry.problem.num_kv_heads
-    unsplit = jnp.where(most_tiles(sequences, of.kind) > 0, unsplit, 0)
-    return at_most(unsplit * splits_of(sequences, of.cost, of.kind), _MOST_ITEMS)
-
-
-def _shares(totals: _Totals, may_order: Any, lanes: _Lanes, geometry: Geometry) -> tuple[_Shares, Any, Any]:
-    """Computes target costs of splits: about total work / programs, or less if the sequences may be ordered.
-
-    Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
-    them took equally long, programs would take ceil(items / programs) waves.
-
-    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
-    """
-    wide_programs = _wide_programs(totals, geometry)
-    share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
-    candidates = [
-        _Candidate(kind, _target(share * part, totals, kind)) for kind in kinds_there(geometry) for part in kind.shares
-    ]
-    if not geometry.orders_sequences:
-        costs = {candidate.kind: candidate.cost for candidate in candidates}
-        return _Shares(*[costs.get(kind, share) for kind in kinds_of(geometry)]), False, wide_programs
-
-    def by_kind(wide: Any, thin: Any) -> Array:
-        return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
-
-    numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
-    if kinds_of(geometry)[0].may_exist and not geometry.converts_tiles:
-        wide_programs = _fewer_of_many(wide_programs, lanes.collect(numbers, 1)[0], geometry)
-    of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
-    wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
-    programs, saved = by_kind(wide, thin), jnp.int32(0)
-    items = lax.max(numbers, jnp.ones_like(numbers))
-    waves = _waves(items, programs, geometry)
-    if kinds_of(geometry)[0].may_exist:
-        more = by_kind(jnp.where(_may_be_more(thin, geometry), wide + _MORE, wide), thin)
-        fewer_waves = _waves(items, more, geometry)
-        saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
-        programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
-        saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
-    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in kinds_of(geometry)])
-    times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
-    times = lanes.collect(times, len(candidates))
-    fits = lanes.vote((numbers <= programs).astype(jnp.int32))
-    chosen, begin_at_once = {}, True
-    for kind in kinds_there(geometry):
-        (best, cost, least), *others = [(i, x.cost, times[i]) for i, x in enumerate(candidates) if x.kind == kind]
-        for i, other, time in others:
-            is_less = (time < least) & may_order
-            best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
-        chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
-        if kind.is_wide:
-            wide_programs += _MORE * ((saved >> best) & 1)
-    return _Shares(*[chosen.get(kind, share) for kind in kinds_of(geometry)]), begin_at_once, wide_programs
-
-
-def _target(share: Any, totals: _Totals, kind: ItemKind) -> Any:
-    """The target cost of a split, if `share` is the candidate without wide items."""
-    target = lax.max(share, jnp.float32(kind.least_split))
-    if kind.beside_wide is None:
-        return target
-    of_all, of_thin = (part / kind.geometry.tuning.num_programs for part in kind.beside_wide)
-    beside_wide = lax.max((totals.wide + totals.thin) * of_all, totals.thin * of_thin)
-    beside_wide = lax.min(target, lax.max(beside_wide, jnp.float32(kind.least_beside_wide)))
-    return jnp.where(totals.wide > 0, beside_wide, target)
-
-
-def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
-    """Lets fewer programs begin with wide items, if these are many and about half of the work.
-
-    Early query tiles of a prompt cost less than its last one, and thin items take longer than their cost if memory is
-    busy. Half of the programs keep it busy. Few wide items keep their part of the programs, which may be one wave; many
-    fill as many programs as take whole waves. With a fifth fewer programs, wide items would end last. Over 8 bits,
-    conversions bound thin items, and memory is less busy.
-    """
-    programs, wide = geometry.tuning.num_programs, wide_programs.astype(jnp.float32)
-    fewer = lax.max(wide * (7 / 3) - programs, jnp.float32(programs / 2))  # all of 3/4 and more
-    waves = truncated(items * reciprocal(fewer, geometry) + 0.5, geometry).astype(jnp.float32)
-    whole = _waves(items, lax.max(waves, jnp.float32(1)), geometry)
-    may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_FEWER)
-    return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
-
-
-def _may_be_more(thin_programs: Any, geometry: Geometry) -> Any:
-    """Whether a few of the programs that begin with thin items may begin with wide ones, if that saves a wave.
-
-    Then wide items take nearly all of the call, and a last wave of few of them would leave most programs idle.
-    """
-    return (thin_programs > _MORE) & (thin_programs <= _FEW_THIN * geometry.tuning.num_programs)
-
-
-def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
-    """The waves of programs that so many items take."""
-    return truncated(items * reciprocal(programs, geometry) + _ROUNDS_UP, geometry).astype(jnp.float32)
-
-
-def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
+def _most_cost(sequences: Sequence, shares: Shares, geometry: Geometry) -> Array:
     """The cost of each sequence's costliest item or split; 0 if the sequence has no item."""
     most = jnp.zeros_like(sequences.seq_len)
     for kind in kinds_there(geometry):
@@ -370,7 +216,7 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
     return most
 
 
-def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[int, Array]:
+def _counts(sequences: Sequence, shares: Shares, geometry: Geometry) -> dict[int, Array]:
     """The counts of each sequence, keyed by row of the table; rows that nobody reads are left out."""
     counts = {}
     for kind in kinds_there(geometry):
