@@ -25,10 +25,10 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_interleaved.py -k pairs",
     ),
     Mutant(
-        "mosaic_gpu: decode never pads the query",
+        "mosaic_gpu: columns of decode's second copy of the query follow those of the first one",
         "kernels/mosaic_gpu/decode/geometry.py",
-        "return self.query_rows > QUERY_ROWS",
-        "return False",
+        "return copy * QUERY_ROWS + number",
+        "return head",
         "tests/test_mosaic_gpu_choice.py -k tile",
     ),
     Mutant(
@@ -186,11 +186,11 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_choice.py -k queues",
     ),
     Mutant(
-        "mosaic_gpu: all heads of a query tile are those of its first item",
-        "kernels/mosaic_gpu/decode/plan.py",
-        "lax.rem(index, sharing) * geometry.heads_per_item, index",
-        "lax.rem(index, sharing), index",
-        "tests/test_mosaic_gpu.py -k 'in_the_interpreter and plain'",
+        "mosaic_gpu: all copies of a query tile bring the first heads",
+        "kernels/mosaic_gpu/decode/kernel.py",
+        "inputs.query.at[item * copies + i, ",
+        "inputs.query.at[item * copies, ",
+        "tests/test_mosaic_gpu.py -k 'in_the_interpreter and v1-vllm-e4m3'",
     ),
     Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",

@@ -63,7 +63,7 @@ INTERPRETED = [
     ("v2", small("vllm", 2, 1, 128, 8, "float16", layout="vllm", sinks=True, alibi=True, logits_soft_cap=3.0)),
     ("auto", small("vllm", 9, 1, 64, 64, "bfloat16", layout="vllm", v_scale="slot", seq_lens=(300, 5))),
     ("auto", small("vllm-cluster", 8, 1, 128, 32, "bfloat16", layout="vllm", seq_lens=(300,))),
-    ("v1", small("vllm-e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", layout="vllm", sliding_window=70)),
+    ("v1", small("vllm-e4m3", 18, 2, 64, 16, "bfloat16", "float8_e4m3fn", layout="vllm", sliding_window=70)),
     ("v2", small("vllm-e5m2", 7, 1, 128, 64, "float16", "float8_e5m2", layout="vllm", k_scale="head", v_scale="head")),
     ("auto", small("vllm-int8", 12, 1, 64, 32, "bfloat16", "int8", layout="vllm", k_scale="slot", v_scale="slot")),
     ("auto", small("heads-of-512", 4, 2, 512, 16, "bfloat16", sliding_window=90, sinks=True)),

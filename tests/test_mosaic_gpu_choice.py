@@ -11,6 +11,7 @@ from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
+from paged_jax.kernels.mosaic_gpu.decode import call as decode_call
 from paged_jax.kernels.mosaic_gpu.decode import choose, plan
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
@@ -265,21 +266,27 @@ def test_many_rows_of_wide_tables_have_one_wave_of_programs(num_seqs, splits):
 
 
 @pytest.mark.parametrize(
-    ("group", "columns", "sharing"), [(1, 8, 8), (2, 8, 4), (3, 8, 1), (6, 8, 1), (8, 8, 1), (12, 16, 1), (16, 16, 1)]
+    ("group", "columns", "copies", "heads"),
+    [(1, 8, 1, 1), (7, 8, 1, 7), (8, 8, 1, 8), (9, 16, 2, 5), (12, 16, 2, 6), (16, 16, 1, 16), (20, 24, 3, 7)],
 )
-def test_query_tiles(group, columns, sharing):
-    """Items share a query tile if their heads fill it; otherwise each item's heads are padded."""
+def test_query_tiles(group, columns, copies, heads):
+    """A copy has up to 8 heads, or fills its rows."""
     problem = sized_problem(3, 3, group, "bfloat16")
     geometry = Geometry(problem, choose.unsplit(problem, Device()))
-    assert (geometry.columns, geometry.items_per_query_tile) == (columns, sharing)
-    assert geometry.query_rows == -(-9 // sharing) * columns
-    assert geometry.pads_query
+    assert (geometry.columns, geometry.query_copies, geometry.heads_per_copy) == (columns, copies, heads)
+    runs = [(first, first + size, geometry.column(first)) for first, size in geometry.copied_heads]
+    assert [column for *_, column in runs] == list(range(0, columns, columns // copies))
+    assert [end for _, end, _ in runs] == [*(first for first, *_ in runs[1:]), group]
 
 
-@pytest.mark.parametrize(("group", "pads"), [(4, False), (5, False), (8, False), (12, True)])
-def test_a_single_query_tile_needs_no_padding(group, pads):
-    problem = sized_problem(1, 1, group, "bfloat16")
-    assert Geometry(problem, choose.unsplit(problem, Device())).pads_query == pads
+@pytest.mark.parametrize(("group", "pads"), [(1, False), (7, False), (9, True), (12, False), (24, False)])
+def test_only_heads_that_copies_share_unevenly_are_padded(group, pads):
+    """Padding takes a kernel."""
+    problem = sized_problem(3, 3, group, "bfloat16")
+    geometry = Geometry(problem, choose.unsplit(problem, Device()))
+    query = jax.ShapeDtypeStruct((3, 3 * group, 128), jnp.bfloat16)
+    made = jax.make_jaxpr(lambda query: decode_call._query_tiles(query, geometry))(query)
+    assert ("pad" in str(made)) == pads
 
 
 @pytest.mark.parametrize("tune", [choose.unsplit, choose.in_partitions, choose.balanced])

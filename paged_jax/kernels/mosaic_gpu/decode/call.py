@@ -197,25 +197,21 @@ def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
 
 
 def _query_tiles(query: Array, geometry: Geometry) -> Array:
-    """The rows of all query tiles, [query_rows, head_size], padded if the items' heads do not fill the tiles.
+    """The heads of each copy of the query, [copies of all items, heads_per_copy, head_size].
 
-    A query in a single tile stays as it is, and may have fewer rows than the tile (`Geometry.pads_query`).
+    If an item's copies share its heads unevenly, as with 9 heads, the last one gets padding, which takes a kernel.
     """
-    heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
-    if not geometry.pads_query:
-        return query.reshape(-1, head_size)
-    items = query.reshape(-1, heads, head_size)
-    items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
-    return items.reshape(geometry.query_rows, head_size)
+    heads, head_size = geometry.heads_per_item, geometry.problem.head_size
+    if missing := geometry.query_copies * geometry.heads_per_copy - heads:
+        query = jnp.pad(query.reshape(-1, heads, head_size), ((0, 0), (0, missing), (0, 0)))
+    return query.reshape(-1, geometry.heads_per_copy, head_size)
 
 
 def _by_head(x: Array, geometry: Geometry) -> Array:
     """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]."""
-    problem, heads = geometry.problem, geometry.heads_per_item
+    problem = geometry.problem
     x = x.reshape(geometry.num_items, geometry.tuning.splits, *x.shape[1:])
-    offset = np.arange(geometry.num_items) % geometry.items_per_query_tile * heads  # as in `plan.query_tile`
-    columns = jnp.asarray(offset[:, None] + np.arange(heads))
-    x = jnp.take_along_axis(x, columns.reshape(geometry.num_items, *[1] * (x.ndim - 2), heads), axis=-1)
+    x = x[..., np.array([geometry.column(head) for head in range(geometry.heads_per_item)])]
     return jnp.moveaxis(x, -1, 1).reshape(problem.num_seqs, problem.num_heads, *x.shape[1:-1])
 
 

@@ -65,29 +65,27 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """Rows of a query tile, which are columns of S^T: an item's heads, and padding or other items' heads."""
+        """Rows of a query tile, which are columns of S^T: an item's heads, and zeros."""
         return pl.cdiv(self.heads_per_item, QUERY_ROWS) * QUERY_ROWS
 
     @property
-    def items_per_query_tile(self) -> int:
-        """Work items that share a query tile: several if their heads fill it exactly, otherwise one, with padding.
+    def query_copies(self) -> int:
+        """Copies of a query tile.
 
-        Each item's program computes all columns and discards the other items' columns.
+        A copy of `QUERY_ROWS` rows may have fewer heads, and reads zeros for the others. A larger copy may not: Mosaic
+        tiles its heads by `QUERY_ROWS`. So if more heads do not fill the tile, several copies share them.
         """
-        return QUERY_ROWS // self.heads_per_item if QUERY_ROWS % self.heads_per_item == 0 else 1
+        return self.columns // QUERY_ROWS if self.heads_per_item % QUERY_ROWS else 1
 
     @property
-    def query_rows(self) -> int:
-        """Query rows of all query tiles."""
-        return pl.cdiv(self.problem.num_tokens * self.items_per_seq, self.items_per_query_tile) * self.columns
+    def heads_per_copy(self) -> int:
+        """Query heads of a copy of the query; its last copy may have fewer."""
+        return pl.cdiv(self.heads_per_item, self.query_copies)
 
-    @property
-    def pads_query(self) -> bool:
-        """Whether the query gets padding to fill the tiles, which takes a kernel.
-
-        If all its rows are in one tile of `QUERY_ROWS`, the copy of the tile reads zeros past the end of the array.
-        """
-        return self.query_rows > QUERY_ROWS
+    def column(self, head: int) -> int:
+        """The column of a query head of a work item."""
+        copy, number = divmod(head, self.heads_per_copy)
+        return copy * QUERY_ROWS + number
 
     # Tiles of K and V, the left operands.
 
@@ -157,13 +155,14 @@ class Geometry:
         return pl.cdiv(self.problem.head_size, WGMMA_ROWS) * WGMMA_ROWS
 
     @property
-    def copied_heads(self) -> int:
-        """Query heads whose results one copy stores.
+    def copied_heads(self) -> tuple[Slice, ...]:
+        """The query heads whose results one copy stores; they have neighbouring columns.
 
         If there are two head slices, they are copied row by row. For copies of several rows, Mosaic would tile shared
         memory, and refuse a head_size that is no multiple of 64.
         """
-        return self.heads_per_item if len(self.head_slices) == 1 else 1
+        most, heads = self.heads_per_copy if len(self.head_slices) == 1 else 1, self.heads_per_item
+        return tuple(Slice(i, min(most, heads - i)) for i in range(0, heads, most))
 
     @property
     def merged_slices(self) -> tuple[Slice, ...]:

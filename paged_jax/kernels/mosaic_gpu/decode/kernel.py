@@ -12,8 +12,7 @@ Who computes: warpgroup 0 computes two products for each tile, with tokens as ro
 (`softmax.py`). The class of tiles makes operands from the rings (`tiles/`). Then warpgroup 0 stores the results
 (`results.py`).
 
-A query tile has a multiple of 8 query rows, because copies need that. The rows are the heads of one item with padding,
-or the heads of several items. A program computes all columns of its query tile, and discards other items' columns.
+A query tile has a multiple of 8 query rows, because copies need that: an item's heads, and zeros.
 
 Shared memory, for 4 query heads a kv head, head_size 128, bfloat16, tiles of 64 tokens, 2 stages, two programs a
 multiprocessor:
@@ -161,9 +160,12 @@ def _set_registers(geometry: Geometry) -> None:
 
 
 def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
-    """Starts the copy of an item's query tile."""
-    rows = pl.ds(plan.query_tile(of, refs.inputs_gmem.query_indices, geometry).row, geometry.columns)
-    plgpu.copy_gmem_to_smem(refs.inputs_gmem.query.at[rows], refs.smem.query, refs.smem.query_ready)
+    """Starts the copies of an item's query tile. They read zeros past an item's heads, outside of the array."""
+    inputs, smem, copies = refs.inputs_gmem, refs.smem, geometry.query_copies
+    item, rows = plan.query_tile(of, inputs.query_indices, geometry).index, geometry.columns // copies
+    for i in range(copies):
+        heads_gmem = inputs.query.at[item * copies + i, pl.ds(0 * item, rows)]  # of a plain 0, Pallas checks the bounds
+        plgpu.copy_gmem_to_smem(heads_gmem, smem.query.at[pl.ds(i * rows, rows)], smem.query_ready)
 
 
 def _attend_split(
@@ -177,7 +179,7 @@ def _attend_split(
         write.load(split.item, refs)
     plgpu.barrier_wait(smem.query_ready)
     query_smem, divisor = tiles.query_operand(smem.query, smem.query_operand)
-    to_logits = softmax.to_logits(split.item, query, divisor, refs, geometry)
+    to_logits = softmax.to_logits(split.item, divisor, refs, geometry)
     end, state = split.end, softmax.empty(geometry)
     if new is not None:  # computed while the first tile arrives
         end = jnp.where(new.is_seen, split.end - 1, split.end)

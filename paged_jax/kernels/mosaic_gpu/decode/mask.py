@@ -35,7 +35,7 @@ def token_of_row(shape: tuple[int, ...], geometry: Geometry):
 
 
 def same_kv_head(shape: tuple[int, ...], geometry: Geometry):
-    """Whether row and column belong to the same folded kv head; any result in columns of other items."""
+    """Whether row and column belong to the same folded kv head; any result in columns of zeros."""
     row, column = _iota(shape, 0), _iota(shape, 1)
     of_row, of_column = (
         lax.div(row, jnp.int32(geometry.rows_of_head)),

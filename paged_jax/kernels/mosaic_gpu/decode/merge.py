@@ -151,7 +151,7 @@ def merge_slice(
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = saw_tokens(sums)
     if geometry.problem.per_head.sinks:
-        sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
+        sinks = sinks_of(refs.sinks_gmem, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     end = Epilogue.of(seen, maxima, sums)
     plgpu.wait_smem_to_gmem(0)  # the previous slice's copy reads the same shared memory, and its elements may overlap
@@ -162,13 +162,13 @@ def merge_slice(
 
     @pl.when(query.is_there)
     def copy():
-        for i in range(0, geometry.heads_per_item, geometry.copied_heads):
-            rows, elements = pl.ds(query.out_row + i, geometry.copied_heads), pl.ds(*geometry.merged_slices[number])
-            rows_smem = refs.smem.out.at[pl.ds(query.offset + i, geometry.copied_heads)]
+        for head, heads in geometry.copied_heads:
+            rows, elements = pl.ds(query.out_row + head, heads), pl.ds(*geometry.merged_slices[number])
+            rows_smem = refs.smem.out.at[pl.ds(geometry.column(head), heads)]
             plgpu.copy_smem_to_gmem(rows_smem, refs.out_gmem.at[rows, elements])
         if number == 0:
             for i in range(geometry.heads_per_item):
-                refs.lse_gmem[query.out_row + i] = refs.smem.lse[query.offset + i]
+                refs.lse_gmem[query.out_row + i] = refs.smem.lse[geometry.column(i)]
 
     plgpu.wait_smem_to_gmem(0)
 

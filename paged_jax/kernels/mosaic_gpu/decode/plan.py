@@ -18,13 +18,11 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, cdiv
-from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS
 
 _LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
 
@@ -85,10 +83,9 @@ class QueuedSplit(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """The `columns` neighbouring query rows of a program; an item owns some of them."""
+    """The query heads of an item."""
 
-    row: Scalar  # the tile's first row
-    offset: Scalar  # from `row` to the item's own first row
+    index: Scalar  # the item's place in the query
     out_row: Scalar  # the row of the item's first result
     is_there: Scalar  # whether the item has a query, and results
 
@@ -238,9 +235,8 @@ def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> Quer
         query = query_indices_gmem[of.seq]
         is_there = query >= 0
         query = lax.max(query, jnp.int32(0))
-    index, sharing = query * geometry.items_per_seq + of.kv_head, jnp.int32(geometry.items_per_query_tile)
-    row = pl.multiple_of(lax.div(index, sharing) * geometry.columns, QUERY_ROWS)
-    return QueryTile(row, lax.rem(index, sharing) * geometry.heads_per_item, index * geometry.heads_per_item, is_there)
+    index = query * geometry.items_per_seq + of.kv_head
+    return QueryTile(index, index * geometry.heads_per_item, is_there)
 
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:

@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     If there are new tokens, the kernel also writes to both caches.
     """
 
-    query: Ref  # [query_rows, head_size]
+    query: Ref  # [num_tokens * items_per_seq * query_copies, heads_per_copy, head_size]
     key_cache: Ref
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
@@ -147,7 +147,7 @@ def scratch(geometry: Geometry) -> Scratch:
         out=out,
         weights=reader.swizzled((columns, tuning.tile), reader.operand_dtype),
         partial_out=partial_out,
-        query_ready=plgpu.Barrier(num_arrivals=3 if problem.writes_tokens else 1),
+        query_ready=plgpu.Barrier(num_arrivals=geometry.query_copies + (2 if problem.writes_tokens else 0)),
         query=reader.swizzled((columns, problem.head_size), problem.query_dtype),
         sums=vector,
         values=_ring(geometry, problem.v_scale, reader.value_rings()),

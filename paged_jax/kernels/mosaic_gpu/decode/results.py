@@ -62,7 +62,7 @@ def _store_whole_item(
     out, maxima, sums = state
     seen = saw_tokens(sums)
     if geometry.problem.per_head.sinks:
-        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, query.offset, item.kv_head, geometry)
+        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, item.kv_head, geometry)
         maxima, sums, rescale = join_sinks(sinks, maxima, sums)
         out = [x * wide(rescale, x.shape[0]) for x in out]
     end = Epilogue.of(seen, maxima, sums)
@@ -77,7 +77,7 @@ def _store_whole_item(
     def copy():
         _copy_out(query, refs, geometry)
         for i in range(geometry.heads_per_item):
-            refs.outputs_gmem.lse[query.out_row + i] = smem.sums[query.offset + i]
+            refs.outputs_gmem.lse[query.out_row + i] = smem.sums[geometry.column(i)]
 
 
 def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
@@ -85,9 +85,8 @@ def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
     for out_smem, (first, size) in zip(refs.smem.out, geometry.head_slices, strict=True):
         if first > 0:  # this slice overlaps with the previous one, with equal values
             plgpu.wait_smem_to_gmem(0)
-        for i in range(0, geometry.heads_per_item, geometry.copied_heads):
-            rows = pl.ds(query.out_row + i, geometry.copied_heads)
-            rows_smem = out_smem.at[pl.ds(query.offset + i, geometry.copied_heads)]
+        for head, heads in geometry.copied_heads:
+            rows, rows_smem = pl.ds(query.out_row + head, heads), out_smem.at[pl.ds(geometry.column(head), heads)]
             plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
 
 

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.decode import mask
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Split
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, Split
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
@@ -44,32 +44,32 @@ class Logits(NamedTuple):
     slopes: Array | None  # [tile, columns], the slopes of ALiBi
 
 
-def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geometry) -> Logits:
+def to_logits(item: Item, divisor, refs: Refs, geometry: Geometry) -> Logits:
     """The factors of an item whose query was divided by `divisor`."""
     problem, options = geometry.problem, refs.inputs_gmem.options
     factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item.kv_head) * divisor
 
     def of_columns(values_gmem):
-        return of_heads(values_gmem, geometry.tuning.tile, query.offset, item.kv_head, geometry)
+        return of_heads(values_gmem, geometry.tuning.tile, item.kv_head, geometry)
 
     slopes = of_columns(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None
     return Logits(factor, slopes)
 
 
-def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):
-    """Broadcasts values of an item's query heads to [rows, columns], from `first_column` on; other columns are 0."""
+def of_heads(values_gmem, rows: int, kv_head, geometry: Geometry):
+    """Broadcasts values of an item's query heads to [rows, columns]; other columns are 0."""
     shape = rows, geometry.columns
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     zeros = values = layout(jnp.zeros(shape, jnp.float32))
     for i in range(geometry.heads_per_item):
-        mine = column == first_column + i
+        mine = column == geometry.column(i)
         values = jnp.where(mine, zeros + values_gmem[kv_head * geometry.heads_per_item + i], values)
     return values
 
 
-def sinks_of(sinks_gmem: Ref, offset: Scalar, kv_head: Scalar, geometry: Geometry):
-    """The sinks of an item's heads, [columns], from column `offset` on."""
-    return layout(of_heads(sinks_gmem, WGMMA_ROWS, offset, kv_head, geometry).max(axis=0), 0)
+def sinks_of(sinks_gmem: Ref, kv_head: Scalar, geometry: Geometry):
+    """The sinks of an item's heads, [columns]."""
+    return layout(of_heads(sinks_gmem, WGMMA_ROWS, kv_head, geometry).max(axis=0), 0)
 
 
 def empty(geometry: Geometry) -> State:
