@@ -4,12 +4,10 @@ Some programs of a kernel read what other programs of it have stored. If one rea
 before: mostly the same call's last results, which hide the error. So other values are put there between calls.
 """
 
-import collections
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import paged_jax
@@ -17,8 +15,7 @@ from tests import inputs, latent_cases, test_shared_prefixes
 from tests.cases import Case
 from tests.test_cache_ops import assert_same_bytes
 
-RUNS = 300
-SIZES = [size for k in range(6, 21) for size in (2**k, 3 * 2 ** (k - 1))]  # words of 32 bits
+RUNS = 500
 
 # A sequence without tokens is done first: its programs read each other's results at the start of the kernel.
 SEQ_LENS = (254, 127, 0, 1115, 498, 716, 0, 1100, 305, 64, 0, 1102, 360, 576, 825, 0, 1115)
@@ -26,8 +23,9 @@ FEW = {"seq_lens": SEQ_LENS, "block_size": 64, "dtype": "bfloat16", "query_lens"
 PIECES = {"seq_lens": (4000, 300, 0, 1115), "query_lens": (100, 3, 0, 1), "block_size": 64, "dtype": "bfloat16"}
 DECODE = [
     Case("cluster", 3, 1, 128, **FEW),
-    Case("cluster-sinks", 3, 1, 256, **FEW, sinks=True),
-    Case("cluster-wide-heads", 3, 1, 512, **FEW),
+    Case("cluster-192", 3, 1, 192, **FEW),
+    Case("cluster-256-sinks", 3, 1, 256, **FEW, sinks=True),
+    Case("cluster-512", 3, 1, 512, **FEW),
     Case("cluster-e4m3", 4, 1, 128, cache_dtype="float8_e4m3fn", **FEW),
     Case("queues", 8, 2, 128, **FEW),
 ]
@@ -60,22 +58,21 @@ def call_of(case, implementation):
     return attend, given | made.arrays
 
 
-@jax.jit
-def random_bits(key):
-    """Arrays of many sizes, of 20 MB together: whatever size a call then asks for, it gets memory of one of them."""
-    return [jax.random.bits(jax.random.fold_in(key, size), (size,), jnp.uint32) for size in SIZES]
-
-
 def assert_independent(case, implementation, device, runs):
-    """Runs a call over and over. Right before each, kernels write random bits into the memory that it will get."""
+    """Runs a call over and over. Right before each, a kernel writes random bits into the memory that it will get."""
     attend, arrays = call_of(case, implementation)
     arrays = jax.device_put(arrays, device)
-    attend = jax.jit(attend)
-    first, kept = jax.tree.map(np.asarray, attend(**arrays)), collections.deque(maxlen=32)
-    for i in range(runs):
-        random_bits(jax.device_put(jax.random.key(i), device))  # nobody waits for it
-        kept.append(attend(**arrays))  # kept for a while, so that the next calls get other memory
-        jax.tree.map(partial(assert_same_bytes, what=f"run {i}"), kept[-1], first)
+    attend = jax.jit(attend).lower(**arrays).compile()
+    # The allocator gives what was freed last to the next one that asks for as many bytes. Nobody waits in between.
+    words = attend.memory_analysis().temp_size_in_bytes // 4
+    random_bits = jax.jit(lambda seed: jax.random.bits(jax.random.key(seed), (words,), jnp.uint32))
+    results = []
+    for seed in range(runs):
+        random_bits(jax.device_put(seed, device))
+        results.append(attend(**arrays))
+    first, *others = jax.device_get(results)
+    for i, result in enumerate(others, 1):
+        jax.tree.map(partial(assert_same_bytes, what=f"run {i}"), result, first)
 
 
 @pytest.mark.gpu
@@ -90,7 +87,7 @@ def test_triton_kernels(case):
     assert_independent(case, "triton", jax.devices("gpu")[0], RUNS)
 
 
-@pytest.mark.parametrize("case", [DECODE[1], RAGGED[0], *LATENT, *PREFIXES], ids=str)
+@pytest.mark.parametrize("case", [DECODE[2], RAGGED[0], *LATENT, *PREFIXES], ids=str)
 def test_xla(case):
     """The calls are right in themselves."""
     assert_independent(case, "xla", jax.devices("cpu")[0], runs=2)
