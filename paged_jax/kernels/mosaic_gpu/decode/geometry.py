@@ -56,6 +56,13 @@ class Geometry:
         return self.num_programs * (2 if self.tuning.queues else 1)
 
     @property
+    def splits_have_one_tile(self) -> bool:
+        """Whether no split has more than one tile."""
+        if self.tuning.queues or self.problem.partition_size:
+            return False
+        return self.problem.max_seq_len <= self.tuning.splits * self.tile_tokens
+
+    @property
     def most_visible_tokens(self) -> int:
         """An upper bound of the tokens that a query sees."""
         window = self.problem.sliding_window

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.decode.plan import Split
+from paged_jax.kernels.mosaic_gpu.decode.plan import Split, for_each_tile
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import tokens_of_run
@@ -61,7 +61,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
                     plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ring.ready.at[stage])
         return next_runs
 
-    lax.fori_loop(0, split.num_tiles, load_tile, runs_of(0))
+    for_each_tile(load_tile, split.num_tiles, runs_of(0), geometry)
 
 
 def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:

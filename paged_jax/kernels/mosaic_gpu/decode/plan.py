@@ -164,6 +164,17 @@ def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometr
     return Queue(seq, kv_head, tile, end - first, 2 * program)
 
 
+def for_each_tile[S](step: Callable[[Scalar, S], S], num_tiles: Scalar, first: S, geometry: Geometry) -> S:
+    """Returns what `step` makes of `first`, tile by tile.
+
+    Where splits have one tile there is no loop. In a loop, ptxas would compute the addresses of all parts of the tile
+    ahead, and keep them in registers: with heads of 256 these spill.
+    """
+    if geometry.splits_have_one_tile:
+        return lax.cond(num_tiles > 0, functools.partial(step, jnp.int32(0)), lambda state: state, first)
+    return lax.fori_loop(0, num_tiles, step, first)
+
+
 def for_each_split(do: Callable[[QueuedSplit, Scalar, Queue], None], queue: Queue, seq_lens_gmem, geometry: Geometry):
     """Calls `do` with each split of a queue, the number of tiles before it, and the rest of the queue after it.
 

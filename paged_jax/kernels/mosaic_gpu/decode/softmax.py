@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.decode import mask
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.decode.plan import Item, Split
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, Split, for_each_tile
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
@@ -137,7 +137,7 @@ def attend(
         plgpu.barrier_arrive(values.consumed.at[stage])
         return State(outs, maxima, sums)
 
-    return lax.fori_loop(0, split.num_tiles, attend_tile, first)
+    return for_each_tile(attend_tile, split.num_tiles, first, geometry)
 
 
 def summed(state: State, geometry: Geometry) -> State:
