@@ -14,6 +14,7 @@ the kernel, not bandwidth, so it loads many partial results at a time.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -152,7 +153,7 @@ def merge_slice(
     seen = saw_tokens(sums)
     if geometry.problem.per_head.sinks:
         sinks = sinks_of(refs.sinks_gmem, item.kv_head, geometry)
-        maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
+        maxima, sums, out = _add((maxima, sums, out), [(jnp.zeros_like(out), sinks, jnp.ones_like(sums))])
     end = Epilogue.of(seen, maxima, sums)
     plgpu.wait_smem_to_gmem(0)  # the previous slice's copy reads the same shared memory, and its elements may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
@@ -188,9 +189,8 @@ def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Pa
         splits = [i * in_flight + j for j in range(in_flight)]  # past the end: the last split, with weight 0
         last = jnp.int32(count) - 1
         loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
-        for split, (out, maxima, sums) in zip(splits, loaded, strict=True):
-            merged = _add(merged, out, maxima, sums * jnp.where(split < count, 1.0, 0.0))
-        return merged
+        factors = [jnp.where(split < count, 1.0, 0.0) for split in splits]
+        return _add(merged, [(out, maxima, sums * f) for (out, maxima, sums), f in zip(loaded, factors, strict=True)])
 
     nothing = (
         layout(jnp.full((columns,), LOWEST, jnp.float32), 0),
@@ -201,10 +201,13 @@ def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Pa
     return lax.fori_loop(0, steps, step, nothing)
 
 
-def _add(merged, out, maxima, sums):
-    """Adds a normalised softmax: out [64, columns], maxima and sums [columns]."""
-    old_maxima, old_sums, old_out = merged
-    new_maxima = lax.max(old_maxima, maxima)
-    keep, weight = exp(old_maxima - new_maxima), exp(maxima - new_maxima) * sums
-    new_sums = old_sums * keep + weight
-    return new_maxima, new_sums, old_out * wide(keep, WGMMA_ROWS) + out * wide(weight, WGMMA_ROWS)
+def _add(merged, others: Sequence[tuple[Array, Array, Array]]):
+    """Adds normalised softmaxes: of each, out [64, columns], and maxima and sums [columns]."""
+    old_maxima, sums, out = merged
+    maxima = functools.reduce(lax.max, [x for _, x, _ in others], old_maxima)
+    keep = exp(old_maxima - maxima)
+    sums, out = sums * keep, out * wide(keep, WGMMA_ROWS)
+    for other_out, other_maxima, other_sums in others:
+        weight = exp(other_maxima - maxima) * other_sums
+        sums, out = sums + weight, out + other_out * wide(weight, WGMMA_ROWS)
+    return maxima, sums, out
