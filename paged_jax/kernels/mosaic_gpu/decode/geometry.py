@@ -172,18 +172,12 @@ class Geometry:
         return tuple(Slice(i, min(most, heads - i)) for i in range(0, heads, most))
 
     @property
-    def merged_slices(self) -> tuple[Slice, ...]:
+    def merged_slices(self) -> int:
         """The slices of 64 elements that are merged one at a time. The last one may overlap with the one before."""
-        return tuple(
-            Slice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
-        )
+        return pl.cdiv(self.problem.head_size, WGMMA_ROWS)
 
     @property
     def merging_programs(self) -> int:
         """Programs that merge one item. They share its `merged_slices`; if these overlap, one program has all."""
-        most = len(self.merged_slices) if len(self.head_slices) == 1 else 1
+        most = self.merged_slices if len(self.head_slices) == 1 else 1
         return min(most, self.tuning.splits) if self.tuning.merges_in_cluster else most
-
-    def merging_program(self, merged_slice: int) -> int:
-        """The index of the merging program that takes a merged slice."""
-        return merged_slice % self.merging_programs

@@ -36,7 +36,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.decode import plan, results, softmax, write
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.load import drain_rings, load_split
-from paged_jax.kernels.mosaic_gpu.decode.merge import MergeRefs, merge_slice
+from paged_jax.kernels.mosaic_gpu.decode.merge import MergeRefs, merge_item
 from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Queue, QueuedSplit, Split
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
@@ -201,8 +201,4 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     merge_refs = MergeRefs(
         sinks_gmem, query_indices_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged
     )
-    for i in range(len(geometry.merged_slices)):
-
-        @pl.when(number == geometry.merging_program(i))
-        def merge(i=i):
-            merge_slice(item, item.index * splits, splits, i, merge_refs, geometry)
+    merge_item(item, item.index * splits, splits, number, merge_refs, geometry)

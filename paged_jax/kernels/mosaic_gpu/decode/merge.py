@@ -105,7 +105,8 @@ def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
     item = plan.item_of(lax.axis_index("item"), geometry)
     seq_len = inputs_gmem.seq_lens[item.seq]
     first_partial = item.index * geometry.tuning.splits
-    _merge_item(item, first_partial, plan.num_splits(seq_len, geometry), merge_refs, geometry)
+    num_splits = plan.num_splits(seq_len, geometry)
+    merge_item(item, first_partial, num_splits, lax.axis_index("program"), merge_refs, geometry)
 
 
 def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geometry) -> None:
@@ -125,16 +126,8 @@ def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geo
             @pl.when(num_splits(index) > 1)
             def merge_one():
                 item = plan.item_of(index, geometry)
-                _merge_item(item, item_partials.first[index], num_splits(index), refs, geometry)
-
-
-def _merge_item(item: Item, first_partial: Scalar, count: Scalar, refs: MergeRefs, geometry: Geometry) -> None:
-    """Merges this program's slices of an item."""
-    for i in range(len(geometry.merged_slices)):
-
-        @pl.when(lax.axis_index("program") == geometry.merging_program(i))
-        def merge_one(i=i):
-            merge_slice(item, first_partial, count, i, refs, geometry)
+                program = lax.axis_index("program")
+                merge_item(item, item_partials.first[index], num_splits(index), program, refs, geometry)
 
 
 def _item_programs(geometry: Geometry) -> int:
@@ -144,10 +137,26 @@ def _item_programs(geometry: Geometry) -> int:
     return min(geometry.num_items, max(_ITEM_PROGRAMS, pl.cdiv(geometry.num_items, _PARTIALS_IN_FLIGHT)))
 
 
-def merge_slice(
-    item: Item, first_partial: Scalar, count: Scalar, number: int, refs: MergeRefs, geometry: Geometry
+def merge_item(
+    item: Item, first_partial: Scalar, count: Scalar, program: Scalar, refs: MergeRefs, geometry: Geometry
 ) -> None:
-    """Merges slice `number` of an item's `count` partial results, in a fixed order; slice 0 also stores lse."""
+    """Merges a program's slices of an item's `count` partial results. Programs from `merging_programs` on have none."""
+    programs, slices = geometry.merging_programs, geometry.merged_slices
+
+    @pl.when(program < programs)
+    def merge():
+        if programs == slices:
+            _merge_slice(item, first_partial, count, program, refs, geometry)
+        else:
+            pl.loop(program, slices, step=programs)(
+                lambda number: _merge_slice(item, first_partial, count, number, refs, geometry)
+            )
+
+
+def _merge_slice(
+    item: Item, first_partial: Scalar, count: Scalar, number: Scalar, refs: MergeRefs, geometry: Geometry
+) -> None:
+    """Merges slice `number` of an item's partial results, in a fixed order; slice 0 also stores lse."""
     query = plan.query_tile(item, refs.query_indices_gmem, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = saw_tokens(sums)
@@ -157,24 +166,26 @@ def merge_slice(
     end = Epilogue.of(seen, maxima, sums)
     plgpu.wait_smem_to_gmem(0)  # the previous slice's copy reads the same shared memory, and its elements may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
-    if number == 0:
-        refs.smem.lse[...] = layout(end.lse, 0)
+    refs.smem.lse[...] = layout(end.lse, 0)
     plgpu.commit_smem()
+    first = lax.min(WGMMA_ROWS * number, jnp.int32(geometry.problem.head_size - WGMMA_ROWS))
 
     @pl.when(query.is_there)
     def copy():
         for head, heads in geometry.copied_heads:
-            rows, elements = pl.ds(query.out_row + head, heads), pl.ds(*geometry.merged_slices[number])
+            rows, elements = pl.ds(query.out_row + head, heads), pl.ds(first, WGMMA_ROWS)
             rows_smem = refs.smem.out.at[pl.ds(geometry.column(head), heads)]
             plgpu.copy_smem_to_gmem(rows_smem, refs.out_gmem.at[rows, elements])
-        if number == 0:
+
+        @pl.when(number == 0)
+        def store_lse():
             for i in range(geometry.heads_per_item):
                 refs.lse_gmem[query.out_row + i] = refs.smem.lse[geometry.column(i)]
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
+def _merged(first_partial: Scalar, count: Scalar, number: Scalar, partials_gmem: Partials, geometry: Geometry):
     """Returns merged maxima [columns], sums [columns], and a slice of O^T [64, columns] not yet divided by the sums."""
     columns, tuning = geometry.columns, geometry.tuning
     expected = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
