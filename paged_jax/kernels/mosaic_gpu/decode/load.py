@@ -1,6 +1,11 @@
-"""The loading warpgroup: it copies runs of tokens, through the block table, into the rings of tiles."""
+"""The loading warpgroup: it copies runs of tokens, through the block table, into the rings of tiles.
+
+Each warp copies a quarter of a tile's runs, so that the first tile arrives sooner. One thread copies all runs that the
+warps cannot share.
+"""
 
 import itertools
+from collections.abc import Sequence
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,11 +18,29 @@ from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import tokens_of_run
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 
 
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Copies a split's tiles into the rings, after `tiles_before` earlier tiles."""
+    own, rest = divmod(geometry.runs_per_tile, WARPGROUP // WARP)
+    if rest:
+        _load_runs(range(geometry.runs_per_tile), split, tiles_before, refs, geometry, tiles)
+        return
+
+    def load_own_runs():
+        first = lax.axis_index("warp") * own
+        _load_runs([first + i for i in range(own)], split, tiles_before, refs, geometry, tiles)
+
+    as_warps(load_own_runs)
+
+
+def _load_runs(
+    runs: Sequence[Scalar], split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
+) -> None:
+    """Copies these runs of all tiles of a split."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
     inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
     kv_head, copies = split.item.kv_head, geometry.copies_per_run
@@ -33,15 +56,15 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     if geometry.pairs:
         caches = ((inputs.key_cache, [kv_head], options.k_scale, smem.keys, (Slice(0, geometry.pair_size),)),)
 
-    def runs_of(tile):  # (block, offset in it) of each run; past the end the last run repeats, and is masked
+    def sources_of(tile):  # (block, offset in it) of each run; past the end the last run repeats, and is masked
         first = split.origin + tile * geometry.tile_tokens
-        tokens = [lax.min(first + i, last) for i in range(0, geometry.tile_tokens, size)]
+        tokens = [lax.min(first + run * size, last) for run in runs]
         blocks = [inputs.block_tables[split.item.seq, lax.div(token, block_size)] for token in tokens]
         blocks = [jnp.where(split.end > 0, block, 0) for block in blocks]
         return tuple((block, lax.rem(token, block_size)) for block, token in zip(blocks, tokens, strict=True))
 
-    def load_tile(i, runs):
-        next_runs = runs_of(i + 1)  # these loads overlap with the wait for a stage
+    def load_tile(i, sources):
+        next_sources = sources_of(i + 1)  # these loads overlap with the wait for a stage
         stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
         for cache_gmem, rows, scale_gmem, ring, slices in caches:
 
@@ -49,19 +72,19 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
             def wait_for_stage(ring=ring):
                 plgpu.barrier_wait(ring.consumed.at[stage])
 
-            for j, (block, offset) in enumerate(runs):
+            for run, (block, offset) in zip(runs, sources, strict=True):
                 for (copy, row), part in itertools.product(enumerate(rows), zip(ring.tiles, slices, strict=True)):
                     ring_smem, head_slice = part
                     run_gmem = tiles.run_gmem(cache_gmem, block, offset, row, head_slice)
-                    run_smem = ring_smem.at[stage, tiles.run_rows(j * copies + copy)]
+                    run_smem = ring_smem.at[stage, tiles.run_rows(run * copies + copy)]
                     plgpu.copy_gmem_to_smem(run_gmem, run_smem, ring.ready.at[stage])
                 if ring.slot_scales is not None:
                     scales_gmem = scale_gmem.at[block, kv_head, tokens_of_run(offset, geometry)]
-                    scales_smem = ring.slot_scales.at[stage, j, pl.ds(0, size)]
+                    scales_smem = ring.slot_scales.at[stage, run, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ring.ready.at[stage])
-        return next_runs
+        return next_sources
 
-    for_each_tile(load_tile, split.num_tiles, runs_of(0), geometry)
+    for_each_tile(load_tile, split.num_tiles, sources_of(0), geometry)
 
 
 def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:

@@ -1,9 +1,13 @@
-"""The launch of a kernel whose arguments are trees. Leaves are arrays on the host, references on the device."""
+"""The launch of a kernel whose arguments are trees, and of a function in each warp.
+
+Leaves of the trees are arrays on the host, and references on the device.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
@@ -30,3 +34,8 @@ def launch(body: Callable[[Any, Any, Any], None], inputs: Any, outputs: Any, scr
 
     run = plgpu.kernel(kernel, out_type=tuple(out_types), scratch_types=(scratch,), thread_name="warpgroup", **keywords)
     return jax.tree.unflatten(out_tree, run(*arrays))
+
+
+def as_warps(function: Callable[[], None]) -> None:
+    """Runs a function in each warp of the warpgroup, whose number is `lax.axis_index("warp")`."""
+    pl.kernel(function, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps
 from paged_jax.kernels.mosaic_gpu.ragged import plan
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
@@ -217,8 +218,3 @@ def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
         return ring_smem.at[stage]
     first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that `tile` divides it
     return ring_smem.at[lax.div(stage, jnp.int32(per_wide_tile)), pl.ds(first, tile)]
-
-
-def as_warps(function: Any) -> None:
-    """Runs a function in each warp of the warpgroup."""
-    pl.kernel(function, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]

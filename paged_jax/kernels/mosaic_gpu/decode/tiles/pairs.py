@@ -12,6 +12,7 @@ import jax.experimental.pallas as pl
 
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import tokens_of_run
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 
@@ -37,7 +38,7 @@ class EightBitPairTiles(EightBitTiles):
         """The run at `offset` in a block; `kv_head` counts items."""
         return cache_gmem.at[block, tokens_of_run(offset, self.geometry), kv_head]
 
-    def run_rows(self, copy: int) -> Any:
+    def run_rows(self, copy: Scalar) -> Any:
         """The tokens of a copy in its tile."""
         return pl.ds(copy * self.geometry.run_tokens, self.geometry.run_tokens)
 

@@ -11,6 +11,7 @@ from jax import Array
 from paged_jax.kernels.mosaic_gpu.decode import mask
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.tiles import slot_scales
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
@@ -79,7 +80,7 @@ class PlainTiles:
             return cache_gmem.at[block, tokens, kv_head, elements]
         return cache_gmem.at[block, kv_head, tokens, elements]
 
-    def run_rows(self, copy: int) -> Any:
+    def run_rows(self, copy: Scalar) -> Any:
         """The rows of a copy in its tile."""
         rows = self.geometry.run_tokens * self.geometry.tuning.fold // self.geometry.copies_per_run
         return pl.ds(copy * rows, rows)

@@ -37,6 +37,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index,
     thread_index_read_again,
 )
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 
@@ -82,7 +83,7 @@ class VllmTiles(PlainTiles):
         """A run is a whole block."""
         return cache_gmem.at[block, kv_head]
 
-    def run_rows(self, run: int) -> Any:
+    def run_rows(self, run: Scalar) -> Any:
         """The page of a run."""
         return run
 
