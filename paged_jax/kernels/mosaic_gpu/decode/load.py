@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Copies a split's tiles into the rings, after `tiles_before` earlier tiles."""
     own, rest = divmod(geometry.runs_per_tile, WARPGROUP // WARP)
-    if rest:
+    if rest or not geometry.splits_have_one_tile:
         _load_runs(range(geometry.runs_per_tile), split, tiles_before, refs, geometry, tiles)
         return
 
