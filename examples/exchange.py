@@ -3,11 +3,12 @@
     few rows     a device's part --> inbox[turn][this rank] of every device, its own included
                  inbox[turn][0] + inbox[turn][1] + ... + residual --> sum
 
-    many rows    a device's part --> inbox[turn][this rank] of the row's owner
+    many rows    a piece of a device's part --> inbox[turn][this rank] of the piece's owner
                  the owner: inbox[turn][0] + inbox[turn][1] + ... + residual --> inbox[turn][N] of every device
                  inbox[turn][N] --> sum
 
-Of many rows the bytes are what takes the time, so each device adds up a part of the rows, and rows travel twice.
+Of many rows the bytes are what takes the time, so each device adds up a part of them, and they travel twice. The pieces
+are 2 KiB, a chunk of each thread, and neighbours have different owners. So all programs of all devices add up alike.
 
 Each device has an inbox of two turns, each with a place for every rank's part of each row, and one for the sum. It is
 full of `EMPTY`, a word that is never sent: two bfloat16 of -0, for which a program sends +0. A thread reads its words
@@ -17,11 +18,11 @@ ranks, in float32, or take the owner's sum: they get the same bits, in every run
 **No device waits in vain**, if all devices run the same calls in the same order, as they do for XLA's all-reduces. A
 program sends all of its columns before it waits. All programs of a call run at the same time: there are at most
 `MOST_ROWS`, one for each multiprocessor, and kernels beside this one wait for nobody. So the columns that a program
-waits for are sent as soon as the other device begins this call, and an owner has them then. A process in which a call
+waits for are sent as soon as the other device begins this call, and owners have them then. A process in which a call
 was broken off cannot go on: its devices may count different turns.
 
 **No word is overwritten before it is read, and no empty word overwrites another.** Let a device send for call n + 2 of
-a row. It has ended call n + 1, so it or the row's owner had the receiver's part for that call. So the receiver had
+a row. It has ended call n + 1, so it or a piece's owner had the receiver's part for that call. So the receiver had
 begun n + 1 and ended n, in which it read and emptied the words of that turn. Calls of other rows take other words and
 count their own turns. A row's programs read one count, and the first of them raises it when all have read it.
 
@@ -61,7 +62,7 @@ def exchange(
         row: the row.
         of_row: which of its programs this one is.
         sizes: the number of devices, and of all columns.
-        by_owner: whether a row's owner adds it up.
+        by_owner: whether a piece's owner adds it up.
     """
     layout = plgpu.Layout.WG_STRIDED(part.shape, vec_size=CHUNK)
     num_devices, hidden_size = sizes
@@ -77,8 +78,9 @@ def exchange(
         thread = arith.remui(mgpu.thread_idx(), _i32(WARPGROUP))
         at = _plus(_scaled(turn, inbox.turn_bytes), _scaled(row, 2 * hidden_size), _scaled(thread, 2 * CHUNK))
         at = _plus(at, _scaled(of_row, 2 * part.shape[0]))
-        reduce = _by_owner if by_owner else _by_all
-        totals = reduce(inbox, at, row, list(columns.registers.flat), list(residual.registers.flat))
+        parts = list(columns.registers.flat), list(residual.registers.flat)
+        number = _plus(arith.muli(row, _i32(hidden_size // part.shape[0])), of_row)
+        totals = _by_owner(inbox, at, number, *parts) if by_owner else _by_all(inbox, at, *parts)
         registers = np.empty(len(totals), object)
         registers[:] = totals
         return mgpu.FragmentedArray(_registers=registers, _layout=columns.layout, _is_signed=None)
@@ -126,41 +128,60 @@ def total(x: Any, table_gmem: Any, row: Any, of_row: Any, shared: Any, *, sizes:
     return add(x, row, of_row, table_gmem, shared)  # pyright: ignore[reportCallIssue]
 
 
-def _by_all(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
+def _by_all(inbox: "_Inbox", at: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
     """Every device sends its part to all, and adds up all parts."""
     for address in inbox.addresses:
         _send(part, _plus(address, at, _scaled(inbox.rank, inbox.rank_bytes)))
-    return _add_up(inbox, _plus(inbox.mine, at), residual)
+    return _add_up(inbox, _plus(inbox.mine, at), residual, _STEP)
 
 
-def _by_owner(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
-    """Every device sends its part to the row's owner, which adds up all parts and sends the sum to all."""
-    num_devices = len(inbox.addresses)
-    owner, begin = arith.remui(row, _i32(num_devices)), _plus(inbox.mine, at)
-    address = inbox.address_of(owner)
-    _send(part, _plus(address, at, _scaled(inbox.rank, inbox.rank_bytes)))
-    sums_at = num_devices * inbox.rank_bytes
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, owner, inbox.rank)):
-        totals = _add_up(inbox, begin, residual)
+def _by_owner(inbox: "_Inbox", at: Any, number: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
+    """Every device sends each piece of its part to the piece's owner, which adds it up and sends the sum to all.
+
+    Owners take turns, piece by piece and program by program; `number` counts the programs.
+    """
+    num_devices, begin = len(inbox.addresses), _plus(inbox.mine, at)
+    devices, sums_at = _i32(num_devices), num_devices * inbox.rank_bytes
+    first_owner = arith.remui(arith.muli(number, _i32(len(part))), devices)
+    for i, chunk in enumerate(part):
+        address = inbox.address_of(arith.remui(_plus(first_owner, _i32(i)), devices))
+        _send([chunk], _plus(address, at, _scaled(inbox.rank, inbox.rank_bytes), _i64(i * _STEP)))
+    mine = arith.remui(arith.subi(_plus(inbox.rank, devices), first_owner), devices)  # this device's first piece
+
+    def add_up(first: int, end: int) -> None:
+        """Adds up this device's pieces `mine + first`, `mine + first + num_devices`, ... before `mine + end`."""
+        firsts = range(first, end, num_devices)
+        added = [_chosen(mine, residual[i : i + num_devices]) for i in firsts]
+        to = _plus(at, _scaled(mine, _STEP), _i64(first * _STEP))
+        totals = _add_up(inbox, _plus(inbox.mine, to), added, num_devices * _STEP)
         for address in inbox.addresses:
-            _send(totals, _plus(address, at, _i64(sums_at)))
-    offsets = [sums_at + i * _STEP for i in range(len(part))]
-    return [_bfloats(words) for words in _take(begin, offsets)]
+            _send(totals, _plus(address, to, _i64(sums_at)), num_devices * _STEP)
+
+    whole = len(part) // num_devices * num_devices
+    if whole:
+        add_up(0, whole)
+    if whole < len(part):
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, mine, _i32(len(part) - whole))):
+            add_up(whole, len(part))
+    return [_bfloats(words) for words in _take(begin, [sums_at + i * _STEP for i in range(len(part))])]
 
 
-def _send(chunks: Sequence[Any], to: Any) -> None:
-    """Stores a thread's chunks of a row."""
+def _send(chunks: Sequence[Any], to: Any, step: int = _STEP) -> None:
+    """Stores a thread's chunks, `step` bytes apart."""
     for i, chunk in enumerate(chunks):
-        _store(to, i * _STEP, [_unlike_empty(word) for word in _words(chunk)])
+        _store(to, i * step, [_unlike_empty(word) for word in _words(chunk)])
 
 
-def _add_up(inbox: "_Inbox", begin: Any, residual: Sequence[Any]) -> list[Any]:
-    """Waits for a thread's chunks of all devices' parts. Returns their sums and the residual's, in bfloat16."""
+def _add_up(inbox: "_Inbox", begin: Any, residual: Sequence[Any], step: int) -> list[Any]:
+    """Waits for a thread's chunks of all devices' parts, `step` bytes apart.
+
+    Returns their sums and the residual's, in bfloat16.
+    """
     num_devices, totals = len(inbox.addresses), []
     group = max(1, _IN_FLIGHT // num_devices)
     for first in range(0, len(residual), group):
         columns = range(first, min(first + group, len(residual)))
-        arrived = _take(begin, [r * inbox.rank_bytes + i * _STEP for i in columns for r in range(num_devices)])
+        arrived = _take(begin, [r * inbox.rank_bytes + i * step for i in columns for r in range(num_devices)])
         for i in columns:
             parts = [_wide(_bfloats(words)) for words in arrived[(i - first) * num_devices :][:num_devices]]
             total = arith.addf(_wide(residual[i]), functools.reduce(arith.addf, parts))
@@ -200,10 +221,15 @@ class _Inbox(NamedTuple):
 
     def address_of(self, rank: Any) -> Any:
         """The address of a device's inbox."""
-        found = self.addresses[0]
-        for i, address in enumerate(self.addresses[1:], start=1):
-            found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _i32(i)), address, found)
-        return found
+        return _chosen(rank, self.addresses)
+
+
+def _chosen(index: Any, of: Sequence[Any]) -> Any:
+    """One of some values; the last one if the index is not less than their number."""
+    found = of[-1]
+    for i, value in enumerate(of[:-1]):
+        found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, index, _i32(i)), value, found)
+    return found
 
 
 def _wait_for(begin: Any, offsets: list[int]) -> list[list[Any]]:
