@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int32
 from examples import peer_memory
 from examples.exchange import CHUNK, EMPTY, MOST_ROWS, TURNS, WARPGROUP, exchange, total
 from examples.norms import RMSNorm
+from examples.products import addends
 
 _FEW_ROWS = 8  # up to so many rows, products are split over the programs of a GPU
 _SPLITS = 4
@@ -144,11 +145,8 @@ class PeerSum:
 
 def _product(x: Array, kernel: Array) -> Array:
     """A device's part. Of few rows it is in addends, which XLA would add up in a kernel of its own."""
-    (rows, size), (_, hidden_size) = x.shape, kernel.shape
-    if rows > _FEW_ROWS or size % _SPLITS:
-        return jnp.dot(x, kernel)
-    x, kernel = x.reshape(rows, _SPLITS, -1), kernel.reshape(_SPLITS, -1, hidden_size)
-    return jnp.einsum("rsk,skh->srh", x, kernel, preferred_element_type=jnp.float32)
+    rows, size = x.shape
+    return jnp.dot(x, kernel) if rows > _FEW_ROWS or size % _SPLITS else addends(x, kernel, _SPLITS)
 
 
 @functools.partial(jax.jit, static_argnames=("num_devices", "epsilon"))  # lowered once for all layers

@@ -34,8 +34,11 @@ from examples.config import DecoderConfig, LayerConfig
 from examples.mla import LatentAttention
 from examples.moe import MixtureOfExperts
 from examples.norms import RMSNorm, make_norm
+from examples.products import addends
 from examples.rope import Rope, Rotation, make_rotation, rotate
 
+_ROWS_OF_CUBLAS = 64  # from so many rows on, cuBLAS computes products (`examples.step.xla_options`)
+_NARROW, _SPLITS = 2560, 4  # so few columns on a device give cuBLAS too few programs, unless it splits the sums
 OPT_POSITION_OFFSET = 2  # the row of OPT's table that holds its first position, as in fairseq
 ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
@@ -91,7 +94,7 @@ class Attention(nnx.Module):
 
     def heads(self, hidden, tokens: Tokens, cache, rows=None):
         """Computes what all heads attended to, `[num_rows, num_heads * head_size]`, and the cache."""
-        parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
+        parts = self._projected(hidden, tokens).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
         ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
         # Queries and keys are normed and rotated together, which takes fewer kernels.
         both, value = jnp.split(parts, ends[1:], axis=2)
@@ -109,6 +112,15 @@ class Attention(nnx.Module):
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
         out, cache = tokens.attend(query, key, value, cache, **options)
         return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
+
+    def _projected(self, hidden, tokens: Tokens):
+        """Computes queries, keys and values, `[num_tokens, columns]`."""
+        kernel, bias = self.qkv_proj.kernel[...], self.qkv_proj.bias
+        is_narrow = kernel.shape[1] <= _NARROW * self.num_parts and kernel.shape[0] % _SPLITS == 0
+        if tokens.peers is None or hidden.shape[0] < _ROWS_OF_CUBLAS or not is_narrow:
+            return self.qkv_proj(hidden)
+        products = addends(hidden.astype(self.dtype), kernel, _SPLITS).sum(axis=0)  # by the kernel that rotates
+        return (products if bias is None else products + bias[...]).astype(self.dtype)
 
     def _normed(self, both, num_queries):
         """Norms queries and keys, `[num_tokens, num_parts, heads, head_size]`; queries are a part's first heads."""
