@@ -339,8 +339,8 @@ MUTANTS_OF_MODELS = [
     Mutant(
         "all-reduce: any depth can be split",
         "examples/all_reduce.py",
-        "if rows > _FEW_ROWS or size % _SPLITS:",
-        "if rows > _FEW_ROWS:",
+        "if rows > _FEW_ROWS or size % _SPLITS else",
+        "if rows > _FEW_ROWS else",
         "tests/test_sharding.py",
     ),
     Mutant(
