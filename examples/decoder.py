@@ -17,7 +17,7 @@ on.
                        └────────────────────────────────────┘   └──────────────┘
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -104,10 +104,10 @@ class Attention(nnx.Module):
             rotation = tokens.rotations[self.rope]
             turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
             both = turned.reshape(both.shape)
-        query, key = jnp.split(both, ends[:1], axis=2)
-        query, key = query.astype(self.dtype), key.astype(self.dtype)
+        both = both.astype(self.dtype)
         if tokens.peers is not None and tokens.num_tokens == 1:
-            query, key, value = _of_one_token([query, key, value])
+            both, value = _of_one_token(both, value)
+        query, key = jnp.split(both, ends[:1], axis=2)
         query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...]})
         out, cache = tokens.attend(query, key, value, cache, **options)
@@ -361,17 +361,15 @@ def _with_padding(attend: Attend) -> Attend:
     return attend_to_one
 
 
-def _of_one_token(arrays: Sequence[Array]) -> list[Array]:
+def _of_one_token(both: Array, value: Array) -> list[Array]:
     """Lets XLA compute the first token of arrays `[num_tokens, num_parts, heads of a part, head_size]` in one kernel.
 
     XLA would make a kernel for each shape. Here it makes one array on each device, and attention's kernel reads the
     array's parts in place. Of 64 tokens XLA makes two kernels. One kernel in their place made only some steps shorter
     (benchmarks/LOG.md, "Where the time of a step over several GPUs goes").
     """
-    flat = [x[0].reshape(x.shape[1], -1) for x in arrays]
-    joined = jax.lax.optimization_barrier(jnp.concatenate(flat, axis=1))
-    parts = jnp.split(joined, np.cumsum([x.shape[1] for x in flat])[:-1], axis=1)
-    return [part.reshape(1, *x.shape[1:]) for part, x in zip(parts, arrays, strict=True)]
+    joined = jax.lax.optimization_barrier(jnp.concatenate([both[:1], value[:1]], axis=2))
+    return jnp.split(joined, [both.shape[2]], axis=2)
 
 
 def _join(parts: Array, head_size: int) -> Array:
