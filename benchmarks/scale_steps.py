@@ -88,12 +88,14 @@ class Model:
         mesh: the devices.
         context: tokens of each sequence.
         how: a name in `VARIANTS`.
+        pieces: into how many pieces a step of prompts is cut (`make_step`).
     """
 
     config: DecoderConfig
     mesh: Mesh
     context: int
     how: str = "called"
+    pieces: int = 1
 
     @functools.cached_property
     def peers(self) -> Any:
@@ -103,7 +105,7 @@ class Model:
     @functools.cached_property
     def parts(self) -> tuple[Any, Callable]:
         """The weights' shapes, and the step."""
-        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers)
+        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers, pieces=self.pieces)
 
     def options(self, num_seqs: int) -> dict[str, Any]:
         """XLA's options for decode steps."""
@@ -146,7 +148,8 @@ class Model:
             logits, caches = step(weights, caches, batch)
             return greedy(logits), caches
 
-        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0])
+        options = xla_options(len(batch.token_ids), weights=shapes, mesh=self.mesh, pieces=self.pieces)
+        at = on_all, at.caches
         call = jax.jit(prefill, donate_argnums=1, out_shardings=at, compiler_options=options)
         return call.lower(weights, state.caches, batch)
 
