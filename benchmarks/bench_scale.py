@@ -4,11 +4,12 @@
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
     python -m benchmarks.bench_scale --part all-reduce --reduce called,xla --tp 2,4 --out all-reduce.json
     python -m benchmarks.bench_scale --part models --tp 2,8 --processes --out processes.json
+    python -m benchmarks.bench_scale --part models --tp 8 --batches 1 --pieces 1,2,3 --out prompts.json
 
-Every time is the wall clock of many calls in a row; each call needs the previous call's result. The GPUs work
-without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
-jitted step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone
-(`device_us`, by CUPTI), which is less than the wall clock. A decode step's row has a summary of its trace
+Every time is the wall clock of many calls in a row; each call needs the previous call's result. The GPUs work without a
+pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the jitted step.
+A step of prompts is timed call by call (`us`) and as calls in a row (`us_in_a_row`). An op's row also has the time of
+its kernels alone (`device_us`, by CUPTI), which is less than the wall clock. A step's row has a summary of its trace
 (scale_trace.py). `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by
 hand.
 
@@ -43,6 +44,7 @@ from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
 
 ITERATIONS = 40  # iterations of an op's loop
+PROMPT_STEPS = 4  # steps of prompts in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,21 +240,28 @@ def run_models(
     context: int,
     prompts: int = PROMPTS,
     variants: Sequence[str] = ("called",),
+    pieces: Sequence[int] = (1,),
 ) -> None:
-    """Times each model on meshes of these sizes: decode steps with each of the `variants`, and a step of prompts."""
+    """Times each model on meshes of these sizes: decode steps with each of the `variants`, and a step of prompts.
+
+    Several devices also run that step in so many `pieces`, where these are more than one.
+    """
     programs: dict[Any, concurrent.futures.Future] = {}
     models: dict[tuple[str, int], dict[str, Model]] = {}
     for name, size in itertools.product(configs, sizes):
         mesh = make_mesh({"dp": 1, "tp": size})
         config = split_config(configs[name], mesh)
         models[name, size] = {how: Model(config, mesh, context, how) for how in variants[: None if size > 1 else 1]}
+        if size > 1:  # XLA reduces prompts, whatever reduces decode steps
+            in_pieces = {f"in {n} pieces": Model(config, mesh, context, "xla", n) for n in pieces if n > 1}
+            models[name, size] |= in_pieces
     cases = {
         (name, size, how, *case): functools.partial(model.lower, *case)
         for (name, size), ways in models.items()
         for how, model in ways.items()
         for case in [
-            *(("decode", n) for n in batches),
-            *([("prefill", prompts)] if prompts and how == variants[0] else []),
+            *(("decode", n) for n in (batches if model.pieces == 1 else [])),
+            *([("prefill", prompts)] if prompts and (how == variants[0] or model.pieces > 1) else []),
         ]
         if model.floor_bytes(0) <= 0.9 * _memory()
     }
@@ -290,8 +299,7 @@ def _measure_step(
     answer = {"all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start(")}
     if phase == "prefill":
         batch = jax.tree.map(lambda x: put(x, model.mesh), model.prompts(num_seqs))
-        us, _ = best_us(lambda caches: call(weights, caches, batch)[1], model.caches(num_seqs), 1)
-        return answer | {"us": us, "tokens_per_s": num_seqs * model.context / us * 1e6}
+        return answer | _measure_prompts(lambda caches: call(weights, caches, batch)[1], model, num_seqs)
     tables = put(model.tables(num_seqs), model.mesh)
 
     def steps(caches):
@@ -303,15 +311,34 @@ def _measure_step(
     us, caches = best_us(steps, model.caches(num_seqs), STEPS)
     answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs), "xla_options": model.options(num_seqs)}
 
+    return answer | _traced(steps, caches, STEPS)
+
+
+def _measure_prompts(run: Callable[[Any], Any], model: Model, num_seqs: int) -> dict[str, Any]:
+    us, caches = best_us(run, model.caches(num_seqs), 1)
+
+    def several(caches):
+        for _ in range(PROMPT_STEPS):
+            caches = run(caches)
+        return caches
+
+    in_a_row, caches = best_us(several, caches, PROMPT_STEPS)
+    times = {"us": us, "us_in_a_row": in_a_row, "tokens_per_s": num_seqs * model.context / us * 1e6}
+    return times | _traced(several, caches, PROMPT_STEPS)
+
+
+def _traced(run: Callable[[Any], Any], caches: Any, steps: int) -> dict[str, Any]:
+    """Returns the summary of a trace of a run, which is so many equal steps."""
+
     def again():
         nonlocal caches
-        caches = steps(caches)
+        caches = run(caches)
         return caches
 
     try:
-        return answer | trace(again, STEPS)
+        return trace(again, steps)
     except Exception as error:  # the wall clock's time is still worth having
-        return answer | {"trace_failed": harness.first_line(error)}
+        return {"trace_failed": harness.first_line(error)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -334,6 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=["called"],
         help=f"of {','.join(VARIANTS)}; default called",
     )
+    parser.add_argument(
+        "--pieces", type=harness.numbers, default=[1], help="pieces of a step of prompts, such as 1,2; default 1"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
     parser.add_argument("--processes", action="store_true", help="a process for each GPU; not with --part ops")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -355,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scale_reduce.run(report.add, [size for size in sizes if size > 1], args.reduce)
     else:
         configs = {name: MODELS[name] for name in args.models.split(",")}
-        run_models(report, configs, sizes, args.batches, args.context, args.prompts, args.reduce)
+        run_models(report, configs, sizes, args.batches, args.context, args.prompts, args.reduce, args.pieces)
     return 0
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from benchmarks import scale_reduce, scale_steps
 from examples import all_reduce, exchange, loop, sharding
-from examples import step as step_module
 from examples.config import LayerConfig
 from examples.sharding import make_mesh, sharding_of, split_config
 from examples.step import make_abstract_step, xla_options
@@ -166,32 +165,6 @@ def test_steps_are_those_of_xla(size, num_seqs, monkeypatch):
     # One for the embedding, one after each attention and one after each MLP: the kernel has all but the first.
     text = str(compiled.as_text())
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1 + 2 * len(CONFIG.layers)
-
-
-@pytest.mark.parametrize("logit_rows", [[4, 8, 11], pytest.param(None, marks=pytest.mark.slow)])
-def test_prompts_in_halves_are_what_they_are_whole(logit_rows, monkeypatch):
-    """Three prompts of 5, 4 and 3 tokens; the second one lies in both halves, and the third one has a context of 2."""
-    monkeypatch.setattr(step_module, "_LEAST_HALVED", 12)
-    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
-    config = dataclasses.replace(split_config(CONFIG, mesh), layers=CONFIG.layers[:1])
-    draw = np.random.default_rng(0)
-    starts, lens = np.array([0, 5, 9, 12], np.int32), np.array([5, 4, 5], np.int32)
-    row = np.repeat(np.arange(3, dtype=np.int32), np.diff(starts))
-    positions = np.arange(12, dtype=np.int32) - starts[row] + (row == 2) * 2
-    tables = np.arange(NUM_SEQS, dtype=np.int32)[:, None]
-    rows = logit_rows if logit_rows is None else jnp.array(logit_rows, jnp.int32)
-    arrays = positions * 3 % 64, positions, row * 16 + positions, tables, lens, starts
-    batch = Batch(*map(jnp.asarray, arrays), logit_rows=rows)
-    shapes, whole = make_abstract_step(config, jnp.float32)
-    _, halved = make_abstract_step(config, jnp.float32, halves=True)
-    weights = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape, scale=0.1).astype(np.float32), shapes)
-    caches = loop.make_caches(config, NUM_SEQS, 16, jnp.float32, mesh=mesh)
-    (wanted, kept), (found, kept_by_halves) = (jax.jit(step)(weights, caches, batch) for step in (whole, halved))
-    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), kept_by_halves, kept)
-    text = jax.jit(halved).lower(weights, caches, batch).as_text()
-    assert f"tensor<6x{CONFIG.num_heads}x" in text
-    assert f"tensor<12x{CONFIG.num_heads}x" not in text
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from benchmarks import bench_scale, model_clocks, scale_plot, scale_reduce, scale_steps, scale_trace
+from examples import step
 from examples.sharding import make_mesh, split_config
 from examples.step import xla_options
 
@@ -53,6 +54,25 @@ def test_steps_of_a_model(report):
     assert decode["floor_bytes"] == 2 * (weights + cached) // 2
     assert decode["us"] > 0
     assert prefill["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_prompts_in_pieces_are_rows_of_a_model(report, monkeypatch):
+    """One GPU has no pieces, and decode steps have none."""
+    monkeypatch.setattr(step, "_LEAST_IN_PIECE", 64)
+    config = scale_steps.MODELS["llama3-8b"]
+    small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
+    config = dataclasses.replace(config, **small, layers=config.layers[:1], num_heads=4, num_kv_heads=2)
+    bench_scale.run_models(report, {"small": config}, [1, 2], [2], 64, prompts=4, pieces=[1, 2])
+    assert [(row["case"], row["contender"]) for row in report.rows] == [
+        ("small/tp=1/decode/2x64", "called"),
+        ("small/tp=1/prefill/4x64", "called"),
+        ("small/tp=2/decode/2x64", "called"),
+        ("small/tp=2/prefill/4x64", "called"),
+        ("small/tp=2/prefill/4x64", "in 2 pieces"),
+    ]
+    assert [row["all_reduces"] > 3 for row in report.rows] == [False] * 4 + [True]
+    assert all(row["us_in_a_row"] > 0 for row in report.rows if "prefill" in row["case"])
 
 
 @pytest.mark.slow_on_cpu
