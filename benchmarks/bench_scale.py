@@ -4,7 +4,7 @@
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
     python -m benchmarks.bench_scale --part all-reduce --reduce called,xla --tp 2,4 --out all-reduce.json
     python -m benchmarks.bench_scale --part models --tp 2,8 --processes --out processes.json
-    python -m benchmarks.bench_scale --part models --tp 8 --batches 1 --pieces 1,2,3 --out prompts.json
+    python -m benchmarks.bench_scale --part models --tp 8 --batches 1 --pieces 2,3-queued --out prompts.json
 
 Every time is the wall clock of many calls in a row; each call needs the previous call's result. The GPUs work without a
 pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the jitted step.
@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import paged_jax
 from benchmarks import harness, scale_processes, scale_reduce, timing
 from benchmarks.model_steps import PROMPTS, State
-from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, VARIANTS, Model, make_weights, put
+from benchmarks.scale_steps import BLOCK_SIZE, MODELS, PIECES, STEPS, VARIANTS, Model, make_weights, put
 from benchmarks.scale_trace import trace
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
@@ -240,11 +240,11 @@ def run_models(
     context: int,
     prompts: int = PROMPTS,
     variants: Sequence[str] = ("called",),
-    pieces: Sequence[int] = (1,),
+    pieces: Sequence[str] = (),
 ) -> None:
     """Times each model on meshes of these sizes: decode steps with each of the `variants`, and a step of prompts.
 
-    Several devices also run that step in so many `pieces`, where these are more than one.
+    Several devices also run that step in `pieces`: a number, and names in `scale_steps.PIECES` after hyphens.
     """
     programs: dict[Any, concurrent.futures.Future] = {}
     models: dict[tuple[str, int], dict[str, Model]] = {}
@@ -253,15 +253,16 @@ def run_models(
         config = split_config(configs[name], mesh)
         models[name, size] = {how: Model(config, mesh, context, how) for how in variants[: None if size > 1 else 1]}
         if size > 1:  # XLA reduces prompts, whatever reduces decode steps
-            in_pieces = {f"in {n} pieces": Model(config, mesh, context, "xla", n) for n in pieces if n > 1}
-            models[name, size] |= in_pieces
+            for text in pieces:
+                count, *by = text.split("-")
+                models[name, size][f"in {text}"] = Model(config, mesh, context, "xla", int(count), tuple(by))
     cases = {
         (name, size, how, *case): functools.partial(model.lower, *case)
         for (name, size), ways in models.items()
         for how, model in ways.items()
         for case in [
-            *(("decode", n) for n in (batches if model.pieces == 1 else [])),
-            *([("prefill", prompts)] if prompts and (how == variants[0] or model.pieces > 1) else []),
+            *(("decode", n) for n in (batches if how in variants else [])),
+            *([("prefill", prompts)] if prompts and (how == variants[0] or how not in variants) else []),
         ]
         if model.floor_bytes(0) <= 0.9 * _memory()
     }
@@ -362,7 +363,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {','.join(VARIANTS)}; default called",
     )
     parser.add_argument(
-        "--pieces", type=harness.numbers, default=[1], help="pieces of a step of prompts, such as 1,2; default 1"
+        "--pieces",
+        type=lambda text: text.split(","),
+        default=[],
+        help=f"also runs prompts in pieces: numbers, perhaps with -{', -'.join(PIECES)}; such as 2,3-queued",
     )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
     parser.add_argument("--processes", action="store_true", help="a process for each GPU; not with --part ops")
@@ -370,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     harness.check_names(parser, "model", args.models.split(","), MODELS)
     harness.check_names(parser, "way to reduce", args.reduce, VARIANTS)
+    harness.check_names(parser, "way", [name for text in args.pieces for name in text.split("-")[1:]], PIECES)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may need rights that a machine's guests lack
     if args.processes and not scale_processes.join():
         if args.part == "ops" or not args.tp or min(args.tp) < 2:

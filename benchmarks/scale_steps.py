@@ -38,6 +38,15 @@ VARIANTS: dict[str, dict[str, str] | None] = {
 }
 """How decode steps reduce: as the examples do ("called"), or by XLA's or NCCL's all-reduces, recorded or not."""
 
+PIECES: dict[str, dict[str, Any]] = {
+    "queued": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "triton": {"xla_gpu_enable_triton_gemm": True, "xla_gpu_cublas_fallback": False},
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+}
+"""How steps of prompts in pieces may run, beside `xla_options`: an all-reduce is queued behind another one; Triton's
+products take the place of cuBLAS's, whose programs seem to wait where an all-reduce has their SM; or NCCL reduces in
+memory that all GPUs see."""
+
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
 
@@ -89,6 +98,7 @@ class Model:
         context: tokens of each sequence.
         how: a name in `VARIANTS`.
         pieces: into how many pieces a step of prompts is cut (`make_step`).
+        prompts_by: names in `PIECES`.
     """
 
     config: DecoderConfig
@@ -96,6 +106,7 @@ class Model:
     context: int
     how: str = "called"
     pieces: int = 1
+    prompts_by: tuple[str, ...] = ()
 
     @functools.cached_property
     def peers(self) -> Any:
@@ -149,6 +160,8 @@ class Model:
             return greedy(logits), caches
 
         options = xla_options(len(batch.token_ids), weights=shapes, mesh=self.mesh, pieces=self.pieces)
+        if self.mesh.devices.flat[0].platform == "gpu":
+            options = functools.reduce(lambda a, name: a | PIECES[name], self.prompts_by, options)
         at = on_all, at.caches
         call = jax.jit(prefill, donate_argnums=1, out_shardings=at, compiler_options=options)
         return call.lower(weights, state.caches, batch)

@@ -63,15 +63,16 @@ def test_prompts_in_pieces_are_rows_of_a_model(report, monkeypatch):
     config = scale_steps.MODELS["llama3-8b"]
     small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
     config = dataclasses.replace(config, **small, layers=config.layers[:1], num_heads=4, num_kv_heads=2)
-    bench_scale.run_models(report, {"small": config}, [1, 2], [2], 64, prompts=4, pieces=[1, 2])
+    bench_scale.run_models(report, {"small": config}, [1, 2], [2], 64, prompts=4, pieces=["2", "2-queued"])
     assert [(row["case"], row["contender"]) for row in report.rows] == [
         ("small/tp=1/decode/2x64", "called"),
         ("small/tp=1/prefill/4x64", "called"),
         ("small/tp=2/decode/2x64", "called"),
         ("small/tp=2/prefill/4x64", "called"),
-        ("small/tp=2/prefill/4x64", "in 2 pieces"),
+        ("small/tp=2/prefill/4x64", "in 2"),
+        ("small/tp=2/prefill/4x64", "in 2-queued"),
     ]
-    assert [row["all_reduces"] > 3 for row in report.rows] == [False] * 4 + [True]
+    assert [row["all_reduces"] > 3 for row in report.rows] == [False] * 4 + [True] * 2
     assert all(row["us_in_a_row"] > 0 for row in report.rows if "prefill" in row["case"])
 
 
