@@ -23,6 +23,7 @@ from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
 from examples.sharding import COMMANDS, POOL, peer_sum, sharding_of
+from examples.spread_sum import SpreadSum
 from examples.step import make_abstract_step, xla_options
 from paged_jax.engine import Batch
 
@@ -41,11 +42,13 @@ VARIANTS: dict[str, dict[str, str] | None] = {
 PIECES: dict[str, dict[str, Any]] = {
     "queued": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
     "triton": {"xla_gpu_enable_triton_gemm": True, "xla_gpu_cublas_fallback": False},
+    "spread": {},
+    "copied": {"xla_gpu_use_memcpy_local_p2p": True},
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
 }
 """How steps of prompts in pieces may run, beside `xla_options`: an all-reduce is queued behind another one; Triton's
-products take the place of cuBLAS's, whose programs seem to wait where an all-reduce has their SM; or NCCL reduces in
-memory that all GPUs see."""
+products take the place of cuBLAS's, whose programs seem to wait where an all-reduce has their SM; the residual stream
+is spread over the GPUs, with reduce-scatters or with copies (spread_sum.py); or NCCL's memory is seen by all GPUs."""
 
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
@@ -116,7 +119,10 @@ class Model:
     @functools.cached_property
     def parts(self) -> tuple[Any, Callable]:
         """The weights' shapes, and the step."""
-        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers, pieces=self.pieces)
+        spread = None
+        if {"spread", "copied"} & set(self.prompts_by):
+            spread = SpreadSum(self.mesh, by_copies="copied" in self.prompts_by)
+        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers, pieces=self.pieces, spread=spread)
 
     def options(self, num_seqs: int) -> dict[str, Any]:
         """XLA's options for decode steps."""

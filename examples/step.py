@@ -31,6 +31,7 @@ from paged_jax.engine import Batch
 
 if TYPE_CHECKING:
     from examples.all_reduce import PeerSum
+    from examples.spread_sum import SpreadSum
 
 type Weights = dict[Any, Any]
 type Caches = tuple[PagedKVCache | PagedLatentCache, ...]
@@ -43,6 +44,8 @@ _TILE = 128  # rows of a product that a program computes: pieces end between til
 _IN_PIECES = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    "xla_gpu_all_gather_combine_threshold_bytes": 0,
 }
 
 
@@ -85,6 +88,7 @@ def make_step(
     implementation: Implementation | None = None,
     peers: "PeerSum | None" = None,
     pieces: int = 1,
+    spread: "SpreadSum | None" = None,
 ) -> tuple[Weights, Step]:
     """Separates a decoder into its weights and the function that runs a step with them.
 
@@ -94,6 +98,7 @@ def make_step(
         peers: adds up the devices' parts of decode steps (`examples.sharding.peer_sum`); None to leave that to XLA.
         pieces: into how many pieces several devices cut a step of many tokens, so that the sums of one travel while
             another is computed. If more than one, no row of a batch may read a slot that a later row writes.
+        spread: adds up the pieces (`examples.spread_sum`); None to leave that to XLA.
 
     Returns:
         The weights, nested dicts of the model's arrays and the table of `peers`, and `step(weights, caches, batch) ->
@@ -107,8 +112,8 @@ def make_step(
         model = nnx.merge(graphdef, parameters)  # only while JAX traces: the compiled step has no trace of it
         is_whole = batch.is_decode or model.config.num_parts == 1
         bounds = _bounds(len(batch.token_ids), 1 if is_whole else pieces)
-        if len(bounds) > 2:
-            return _run_pieces(model, caches, batch, bounds, implementation)
+        if len(bounds) > 2 or (spread is not None and not is_whole):
+            return _run_pieces(model, caches, batch, bounds, implementation, spread)
         attend = _attend_by_window(model, batch, implementation)
         adder, logit_rows = None, batch.logit_rows
         if peers is not None and _most_rows(batch) <= peers.most_rows:
@@ -126,7 +131,12 @@ def _bounds(num_tokens: int, pieces: int) -> list[int]:
 
 
 def _run_pieces(
-    model: Decoder, caches: Caches, batch: Batch, bounds: Sequence[int], implementation: Implementation | None
+    model: Decoder,
+    caches: Caches,
+    batch: Batch,
+    bounds: Sequence[int],
+    implementation: Implementation | None,
+    spread: "SpreadSum | None",
 ):
     """Runs a step as one program for each piece of the tokens, which XLA interleaves.
 
@@ -136,14 +146,14 @@ def _run_pieces(
     for piece in itertools.pairwise(bounds):
         part = _piece_of(batch, *piece)
         attend = _in_order(_attend_by_window(model, part, implementation))
-        hidden, caches = model(part.token_ids, part.positions, caches, attend, part.logit_rows)
+        hidden, caches = model(part.token_ids, part.positions, caches, attend, part.logit_rows, spread)
         found.append(hidden)
     if batch.logit_rows is None:
-        return model.logits(jnp.concatenate(found)), caches
+        return model.logits(jnp.concatenate(found), is_normed=spread is not None), caches
     hidden = found[0]
     for begin, of_piece in zip(bounds[1:-1], found[1:], strict=True):
         hidden = jnp.where((batch.logit_rows >= begin)[:, None], of_piece, hidden)
-    return model.logits(hidden), caches
+    return model.logits(hidden, is_normed=spread is not None), caches
 
 
 def _in_order(attend: Attend) -> Attend:
@@ -203,6 +213,7 @@ def make_abstract_step(
     implementation: Implementation | None = None,
     peers: "PeerSum | None" = None,
     pieces: int = 1,
+    spread: "SpreadSum | None" = None,
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model that has no weights yet.
 
@@ -210,10 +221,10 @@ def make_abstract_step(
         config: the decoder's config.
         dtype: the dtype of the weights.
         implementation: the implementation of the paged ops, None for the library's choice.
-        peers, pieces: as for `make_step`.
+        peers, pieces, spread: as for `make_step`.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array of the model, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation, peers=peers, pieces=pieces)
+    return make_step(model, implementation=implementation, peers=peers, pieces=pieces, spread=spread)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import scale_steps
-from examples import loop, step
+from examples import loop, spread_sum, step
 from examples.sharding import make_mesh, split_config
 from examples.step import make_abstract_step
 from paged_jax.engine import Batch
@@ -70,21 +70,21 @@ def windows_of(batch):
     )
 
 
-def run(config, mesh, batch, pieces):
+def run(config, mesh, batch, pieces, spread=None):
     """A step's logits and caches, and its program before XLA compiles it."""
     draw = np.random.default_rng(0)
-    shapes, call = make_abstract_step(config, jnp.float32, pieces=pieces)
+    shapes, call = make_abstract_step(config, jnp.float32, pieces=pieces, spread=spread)
     weights = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape, scale=0.1).astype(np.float32), shapes)
     caches = loop.make_caches(config, 16, BLOCK_SIZE, jnp.float32, mesh=mesh)
     lowered = jax.jit(call).lower(weights, caches, batch)
     return *lowered.compile()(weights, caches, batch), lowered.as_text()
 
 
-def assert_equal(config, size, batch, pieces):
+def assert_equal(config, size, batch, pieces, make_spread=lambda mesh: None):
     mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
     config = split_config(config, mesh)
     wanted, kept, whole = run(config, mesh, batch, 1)
-    found, kept_in_pieces, text = run(config, mesh, batch, pieces)
+    found, kept_in_pieces, text = run(config, mesh, batch, pieces, make_spread(mesh))
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), kept_in_pieces, kept)
@@ -106,6 +106,14 @@ def test_pieces_are_what_the_step_is_whole(name, pieces):
 @pytest.mark.slow
 def test_pieces_over_eight_devices():
     assert_equal(CONFIG, 8, BATCHES["prompts"](), 2)
+
+
+@pytest.mark.parametrize("by_copies", [False, True])
+@pytest.mark.parametrize("name", ["prompts", pytest.param("every-token", marks=pytest.mark.slow)])
+def test_a_spread_residual_stream(name, by_copies, monkeypatch):
+    monkeypatch.setattr(spread_sum, "LEAST", 2)
+    make = functools.partial(spread_sum.SpreadSum, by_copies=by_copies)
+    assert_equal(CONFIG, 4, BATCHES[name](), 2, make)
 
 
 def test_layers_with_windows_of_their_own():
