@@ -269,7 +269,9 @@ def test_xla_s_options_for_every_size():
     assert xla_options(257, **many) == untried
     assert xla_options(128, **many, peers=peers) == by_cublas
     assert xla_options(1, **many | {"mesh": SimpleNamespace(size=1, devices=mesh.devices)}) == {}
-    overlap = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_all_reduce_combine_threshold_bytes": 0}
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    overlap = {f"xla_gpu_{name}_combine_threshold_bytes": 0 for name in names}
+    overlap |= {"xla_gpu_enable_latency_hiding_scheduler": True}
     assert xla_options(4096, mesh=mesh, weights={}, pieces=2) == by_cublas | overlap
     assert xla_options(4095, mesh=mesh, weights={}, pieces=2) == by_cublas
     assert xla_options(4096, pieces=2) == by_cublas

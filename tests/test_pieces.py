@@ -76,18 +76,19 @@ def run(config, mesh, batch, pieces, spread=None):
     shapes, call = make_abstract_step(config, jnp.float32, pieces=pieces, spread=spread)
     weights = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape, scale=0.1).astype(np.float32), shapes)
     caches = loop.make_caches(config, 16, BLOCK_SIZE, jnp.float32, mesh=mesh)
-    lowered = jax.jit(call).lower(weights, caches, batch)
+    options = step.xla_options(len(batch.token_ids), weights=shapes, mesh=mesh, pieces=pieces)
+    lowered = jax.jit(call, compiler_options=options).lower(weights, caches, batch)
     return *lowered.compile()(weights, caches, batch), lowered.as_text()
 
 
-def assert_equal(config, size, batch, pieces, make_spread=lambda mesh: None):
-    mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
+def assert_equal(config, size, batch, pieces, make_spread=lambda mesh: None, platform="cpu", error=2e-5):
+    mesh = make_mesh({"dp": 1, "tp": size}, jax.devices(platform))
     config = split_config(config, mesh)
     wanted, kept, whole = run(config, mesh, batch, 1)
     found, kept_in_pieces, text = run(config, mesh, batch, pieces, make_spread(mesh))
     assert np.abs(wanted).max() > 0.1
-    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), kept_in_pieces, kept)
+    np.testing.assert_allclose(found, wanted, atol=error * np.abs(wanted).max())
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=error), kept_in_pieces, kept)
     assert [x.count("optimization_barrier") for x in (whole, text)] == [0, pieces * len(CONFIG.layers)]
 
 
@@ -106,6 +107,15 @@ def test_pieces_are_what_the_step_is_whole(name, pieces):
 @pytest.mark.slow
 def test_pieces_over_eight_devices():
     assert_equal(CONFIG, 8, BATCHES["prompts"](), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 8])
+def test_pieces_on_gpus(size):
+    """GPUs multiply with TF32."""
+    if len(jax.devices()) < size:
+        pytest.skip(f"needs {size} GPUs")
+    assert_equal(CONFIG, size, BATCHES["prompts"](), 2, platform="gpu", error=3e-2)
 
 
 @pytest.mark.parametrize("by_copies", [False, True])
