@@ -48,7 +48,7 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items lose more than a fifth of their programs",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "(whole >= wide * _LEAST_FEWER)",
+        "(whole >= wide * _LEAST_PART)",
         "(whole >= 1)",
         "tests/test_mosaic_gpu_ragged_plan.py -k four_fifths",
     ),

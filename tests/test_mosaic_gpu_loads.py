@@ -104,8 +104,8 @@ def ids_of(width):
 
 
 @contextlib.contextmanager
-def warps_one_by_one(module):
-    """Runs what a module gives to the four warps in one warp after the other."""
+def warps_one_by_one(*modules):
+    """Runs what modules give to the four warps in one warp after the other."""
     warp = [0]
 
     def as_warps(function):
@@ -116,7 +116,10 @@ def warps_one_by_one(module):
         assert name == "warp"
         return jnp.int32(warp[0])
 
-    with mock.patch.object(module, "as_warps", as_warps), mock.patch.object(jax.lax, "axis_index", axis_index):
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, "as_warps", as_warps))
+        patches.enter_context(mock.patch.object(jax.lax, "axis_index", axis_index))
         yield
 
 
@@ -290,7 +293,7 @@ def _loaded(item, kind, caches, table):
         tile_smem.array[own_rows(first_row)] = raw_smem.array[own_rows(first_row)]
 
     with (
-        warps_one_by_one(copy_tiles),  # a warp's copies of a later tile overwrite its own raw rows only
+        warps_one_by_one(copy_tiles, convert_tiles, load_tiles),  # later copies overwrite a warp's own raw rows only
         mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
         mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
     ):

@@ -163,7 +163,7 @@ def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
     ],
 )
 def test_many_wide_items_leave_half_of_the_programs_to_thin_ones(queries, seq_len, cache_dtype, wide_programs):
-    """By their part of the work, 88 programs would begin with the 512 items. So many do with the 128 of 512 queries."""
+    """By their part of the work, 88 programs would begin with wide items, and do so with the 128 of 512 queries."""
     query_lens, lens = (1,) * 63 + (queries,), (4096,) * 63 + (seq_len,)
     shapes = {"table_width": 128, "block_size": 128, "num_programs": 132, "cache_dtype": cache_dtype}
     _, counts, _ = planned(query_lens, lens, 32, 8, 128, None, **shapes)

@@ -172,12 +172,12 @@ class Geometry:
         return tuple(Slice(i, min(most, heads - i)) for i in range(0, heads, most))
 
     @property
-    def merged_slices(self) -> int:
-        """The slices of 64 elements that are merged one at a time. The last one may overlap with the one before."""
+    def num_merged_slices(self) -> int:
+        """The number of slices of 64 elements, which are merged one at a time. The last two may overlap."""
         return pl.cdiv(self.problem.head_size, WGMMA_ROWS)
 
     @property
     def merging_programs(self) -> int:
-        """Programs that merge one item. They share its `merged_slices`; if these overlap, one program has all."""
-        most = self.merged_slices if len(self.head_slices) == 1 else 1
+        """Programs that merge one item. They share its merged slices; if these overlap, one program has all."""
+        most = self.num_merged_slices if len(self.head_slices) == 1 else 1
         return min(most, self.tuning.splits) if self.tuning.merges_in_cluster else most

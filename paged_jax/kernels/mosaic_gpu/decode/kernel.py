@@ -164,7 +164,8 @@ def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
     inputs, smem, copies = refs.inputs_gmem, refs.smem, geometry.query_copies
     item, rows = plan.query_tile(of, inputs.query_indices, geometry).index, geometry.columns // copies
     for i in range(copies):
-        heads_gmem = inputs.query.at[item * copies + i, pl.ds(0 * item, rows)]  # of a plain 0, Pallas checks the bounds
+        # The start is a traced 0, because Pallas refuses a constant slice that goes past the array's end.
+        heads_gmem = inputs.query.at[item * copies + i, pl.ds(0 * item, rows)]
         plgpu.copy_gmem_to_smem(heads_gmem, smem.query.at[pl.ds(i * rows, rows)], smem.query_ready)
 
 

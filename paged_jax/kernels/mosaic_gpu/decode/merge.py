@@ -141,7 +141,7 @@ def merge_item(
     item: Item, first_partial: Scalar, count: Scalar, program: Scalar, refs: MergeRefs, geometry: Geometry
 ) -> None:
     """Merges a program's slices of an item's `count` partial results. Programs from `merging_programs` on have none."""
-    programs, slices = geometry.merging_programs, geometry.merged_slices
+    programs, slices = geometry.merging_programs, geometry.num_merged_slices
 
     @pl.when(program < programs)
     def merge():

@@ -85,7 +85,7 @@ class QueuedSplit(NamedTuple):
 class QueryTile(NamedTuple):
     """The query heads of an item."""
 
-    index: Scalar  # the item's place in the query
+    index: Scalar  # the item's index among the items of all queries
     out_row: Scalar  # the row of the item's first result
     is_there: Scalar  # whether the item has a query, and results
 
@@ -165,7 +165,7 @@ def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometr
 
 
 def for_each_tile[S](step: Callable[[Scalar, S], S], num_tiles: Scalar, first: S, geometry: Geometry) -> S:
-    """Returns what `step` makes of `first`, tile by tile.
+    """Folds `step` over a split's tiles, from `first` on.
 
     Where splits have one tile there is no loop. In a loop, ptxas would compute the addresses of all parts of the tile
     ahead, and keep them in registers: with heads of 256 these spill.

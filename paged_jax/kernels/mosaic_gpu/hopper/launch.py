@@ -37,5 +37,5 @@ def launch(body: Callable[[Any, Any, Any], None], inputs: Any, outputs: Any, scr
 
 
 def as_warps(function: Callable[[], None]) -> None:
-    """Runs a function in each warp of the warpgroup, whose number is `lax.axis_index("warp")`."""
+    """Runs a function in each warp of the warpgroup. There `lax.axis_index("warp")` is the warp's number."""
     pl.kernel(function, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged import copy_tiles, plan
+from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps
+from paged_jax.kernels.mosaic_gpu.ragged import plan
 from paged_jax.kernels.mosaic_gpu.ragged.copy_tiles import Blocks, Cache, Tile, TileCopies, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import tiles
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
@@ -94,7 +95,7 @@ class TileConversions(TileCopies):
                 if not cache.is_keys:
                     tiles.zero_rows(tile_smem, tile.kept, first_row, self.kind)
 
-            copy_tiles.as_warps(convert_own)
+            as_warps(convert_own)
             self._arrive(cache, tile)
             pl.when(is_next)(functools.partial(self._load_raw, next_cache, tile.number + ahead))
 

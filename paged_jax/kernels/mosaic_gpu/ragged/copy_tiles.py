@@ -1,4 +1,4 @@
-"""What the loading warpgroup copies of a cache: the runs of a tile, which it finds through the block table (TMA)."""
+"""Copies the runs of a tile from a cache. The loading warpgroup finds them through the block table (TMA)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, TileRing
 
 Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile
-OfTile = Callable[[Scalar, Scalar, Blocks, Blocks], None]
+TileWork = Callable[[Scalar, Scalar, Blocks, Blocks], None]
 """The work of a warp for one tile.
 
 Arguments: the tile, the warp's first run, and the blocks of a tile ahead and of the tile before that one.
@@ -136,7 +136,7 @@ class TileCopies:
             return cache.cache_gmem.at[block, tokens, row, pl.ds(0, problem.head_size)]
         return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
 
-    def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: OfTile) -> None:
+    def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: TileWork) -> None:
         """Calls `do` in each warp for the tiles begin <= number < end; no warp waits for another.
 
         Each warp has its own runs of every tile. For tile i, `do` gets the blocks that hold the warp's runs of tile i +

@@ -147,8 +147,7 @@ class ItemKind:
         """Whether warps prefetch raw tiles into L2, because raw tiles in flight do not keep memory busy.
 
         A warp prefetches the tile after those in flight. The contexts of wide items are in L2 more often; prefetching
-        would make these items 3% slower (benchmarks/LOG.md, "One pool of keys
-        and values").
+        would make these items 3% slower (benchmarks/LOG.md, "One pool of keys and values").
         """
         return self.geometry.converts_by_warps and not self.is_wide
 

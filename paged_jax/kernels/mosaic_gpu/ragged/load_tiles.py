@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged import copy_tiles, plan
+from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps
+from paged_jax.kernels.mosaic_gpu.ragged import plan
 from paged_jax.kernels.mosaic_gpu.ragged.convert_tiles import TileConversions
 from paged_jax.kernels.mosaic_gpu.ragged.copy_tiles import Blocks, Tile, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
@@ -59,7 +60,7 @@ class TileLoader(TileConversions):
             def copy(number):
                 self._copy_whole_tile(number, first_run, self._blocks_of(number, first_run), ())
 
-        copy_tiles.as_warps(do_as_warp)
+        as_warps(do_as_warp)
 
     def load_range(self, begin: Scalar, end: Scalar) -> None:
         """Loads the tiles begin <= number < end. Warps work independently where they can."""
@@ -90,7 +91,7 @@ class TileLoader(TileConversions):
             copied = self.refs.smem.barriers(self.kind).values_copied
             self._copy_runs(values, values_smem, copied, tile.span)
             plgpu.barrier_wait(copied)
-            copy_tiles.as_warps(lambda: tiles.zero_rows(values_smem, tile.kept, self._first_own_row(), self.kind))
+            as_warps(lambda: tiles.zero_rows(values_smem, tile.kept, self._first_own_row(), self.kind))
             self._arrive(values, tile)
 
     def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: Blocks, _: Blocks) -> None:

@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, q
 _MORE = 2  # so many more programs than their part may begin with wide items, if that saves a wave
 _FEW_THIN = 1 / 16  # and if at most this part of the programs would begin with thin items
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
-_LEAST_FEWER = 0.8  # but no fewer than this part of their programs
+_LEAST_PART = 0.8  # but no fewer than this part of their programs
 _FEW_WAVES = 8  # of more waves than that, one less saves little
 _ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
@@ -150,10 +150,11 @@ def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
     conversions bound thin items, and memory is less busy.
     """
     programs, wide = geometry.tuning.num_programs, wide_programs.astype(jnp.float32)
-    fewer = lax.max(wide * (7 / 3) - programs, jnp.float32(programs / 2))  # all of 3/4 and more
+    # From three quarters of the programs on, these are no fewer.
+    fewer = lax.max(wide * (7 / 3) - programs, jnp.float32(programs / 2))
     waves = truncated(items * reciprocal(fewer, geometry) + 0.5, geometry).astype(jnp.float32)
     whole = _waves(items, lax.max(waves, jnp.float32(1)), geometry)
-    may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_FEWER)
+    may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_PART)
     return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
 
 
