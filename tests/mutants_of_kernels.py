@@ -27,7 +27,7 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: columns of decode's second copy of the query follow those of the first one",
         "kernels/mosaic_gpu/decode/geometry.py",
-        "return copy * QUERY_ROWS + number",
+        "return copy * QUERY_ROWS + row",
         "return head",
         "tests/test_mosaic_gpu_choice.py -k tile",
     ),

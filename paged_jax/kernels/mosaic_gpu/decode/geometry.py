@@ -91,8 +91,8 @@ class Geometry:
 
     def column(self, head: int) -> int:
         """The column of a query head of a work item."""
-        copy, number = divmod(head, self.heads_per_copy)
-        return copy * QUERY_ROWS + number
+        copy, row = divmod(head, self.heads_per_copy)
+        return copy * QUERY_ROWS + row
 
     # Tiles of K and V, the left operands.
 

@@ -166,7 +166,7 @@ def _merge_slice(
     end = Epilogue.of(seen, maxima, sums)
     plgpu.wait_smem_to_gmem(0)  # the previous slice's copy reads the same shared memory, and its elements may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
-    refs.smem.lse[...] = layout(end.lse, 0)
+    refs.smem.lse[...] = layout(end.lse, 0)  # equal for all slices of an item
     plgpu.commit_smem()
     first = lax.min(WGMMA_ROWS * number, jnp.int32(geometry.problem.head_size - WGMMA_ROWS))
 
