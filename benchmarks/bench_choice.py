@@ -111,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=list(NUM_CASES), default="decode")
     parser.add_argument("--count", type=int, help=f"how many cases; default {NUM_CASES}")
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
+    parser.add_argument("--numbers", type=harness.numbers, help="of the drawn cases that are timed; default all")
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
     parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
     parser.add_argument("--block-sizes", type=harness.numbers, help="of each case, such as 16,128; default 16")
@@ -132,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not harness.has_gpu("choice", args.processes):
         return 2
-    some = cases.with_blocks(drawn(args.count or NUM_CASES[args.op], args.seed), args.block_sizes)
+    all_drawn = drawn(args.count or NUM_CASES[args.op], args.seed)
+    numbers = range(len(all_drawn)) if args.numbers is None else args.numbers
+    some = cases.with_blocks([all_drawn[number] for number in numbers], args.block_sizes)
     how = {"seconds": args.seconds, "rested": False}
     timer = functools.partial(timing.time_calls, **how)
     benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some, timer=timer, peer_timing=how)

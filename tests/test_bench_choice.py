@@ -133,6 +133,10 @@ def test_the_command_line(monkeypatch, capsys):
     assert bench_choice.main(sizes) == 0
     assert called[2:] == [("choice-decode", ["mosaic_gpu"], 6, 1)]
     assert "Regret" not in capsys.readouterr().out
+    seen = []
+    monkeypatch.setattr(bench_choice.harness, "run", lambda _, some, *args, **how: seen.extend(some) or found({}))
+    assert bench_choice.main(["--count", "9", "--numbers", "7,2", "--implementations", "triton"]) == 0
+    assert seen == [cases.random_decode(9)[number] for number in (7, 2)]
     with pytest.raises(SystemExit):
         bench_choice.main(["--op", "ragged", "--implementations", "triton/3"])
     assert "triton/3" in capsys.readouterr().err

@@ -145,12 +145,35 @@ def test_wide_items_are_split_to_fill_their_last_wave():
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 128
 
 
+@pytest.mark.parametrize(("seq_len", "splits"), [(626, 1), (1500, 1), (4668, 2)])
+def test_short_wide_items_stay_whole(seq_len, splits):
+    """128 items fill some 90 programs by one and a half waves; halves would waste less of the last wave.
+
+    But to store and merge a partial result takes as long as the products with some 350 tokens.
+    """
+    query_lens, lens = (498,) + (1,) * 14, (seq_len,) * 15
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16 * splits
+
+
 def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
     """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
     query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 32
     assert int(counts.wide_programs[0]) == 128
+
+
+@pytest.mark.parametrize(("decodes", "wide_programs"), [(4, 128), (30, 68)])
+def test_wide_items_begin_at_once_beside_little_else(decodes, wide_programs):
+    """By their part of the work, 123 programs would begin with the 128 items of 512 queries, and five of them be last.
+
+    Beside 30 decodes, those that begin with thin items are too many to wait for the end.
+    """
+    query_lens, lens = (500,) + (1,) * decodes, (12_000,) * (decodes + 1)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16
+    assert int(counts.wide_programs[0]) == wide_programs
 
 
 @pytest.mark.parametrize(

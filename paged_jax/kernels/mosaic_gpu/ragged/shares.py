@@ -13,8 +13,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
-_MORE = 2  # so many more programs than their part may begin with wide items, if that saves a wave
-_FEW_THIN = 1 / 16  # and if at most this part of the programs would begin with thin items
+_FEW_THIN = 0.18  # if at most this part of the programs would begin with thin items, more may begin with wide ones
+_MORE = 2  # so many more
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
 _LEAST_PART = 0.8  # but no fewer than this part of their programs
 _FEW_WAVES = 8  # of more waves than that, one less saves little
@@ -51,6 +51,7 @@ class _Candidate(NamedTuple):
 
     kind: ItemKind
     cost: Any
+    item_cost: int  # of an item beside its tiles, when candidates are compared
 
 
 class Lanes(NamedTuple):
@@ -73,30 +74,33 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
-        _Candidate(kind, _target(share * part, totals, kind)) for kind in kinds_there(geometry) for part in kind.shares
+        _Candidate(kind, _target(share * part, totals, kind), item_cost)
+        for kind in kinds_there(geometry)
+        for part, item_cost in zip(kind.shares, kind.item_costs, strict=True)
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
         return Shares(*[costs.get(kind, share) for kind in kinds_of(geometry)]), False, wide_programs
 
     def by_kind(wide: Any, thin: Any) -> Array:
-        return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
+        return lanes.spread([wide if candidate.kind.is_wide else thin for candidate in candidates])
 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
     if kinds_of(geometry)[0].may_exist and not geometry.converts_tiles:
         wide_programs = _fewer_of_many(wide_programs, lanes.collect(numbers, 1)[0], geometry)
     of_kinds = wide_programs, geometry.tuning.num_programs - wide_programs
     wide, thin = (at_least(x, 1).astype(jnp.float32) for x in of_kinds)
-    programs, saved = by_kind(wide, thin), jnp.int32(0)
+    programs, saved, begin_wide = by_kind(wide, thin), jnp.int32(0), []
     items = lax.max(numbers, jnp.ones_like(numbers))
     waves = _waves(items, programs, geometry)
     if kinds_of(geometry)[0].may_exist:
-        more = by_kind(jnp.where(_may_be_more(thin, geometry), wide + _MORE, wide), thin)
+        more = _more_programs(wide, thin, items, by_kind, geometry)
         fewer_waves = _waves(items, more, geometry)
         saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
         programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
-    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in kinds_of(geometry)])
+        begin_wide = lanes.collect(programs, sum(candidate.kind.is_wide for candidate in candidates))
+    item_costs = lanes.spread([jnp.float32(candidate.item_cost) for candidate in candidates])
     times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
     times = lanes.collect(times, len(candidates))
     fits = lanes.vote((numbers <= programs).astype(jnp.int32))
@@ -107,8 +111,9 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
             is_less = (time < least) & may_order
             best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
-        if kind.is_wide:
-            wide_programs += _MORE * ((saved >> best) & 1)
+        for i, more in enumerate(begin_wide if kind.is_wide else []):  # wide candidates are the first ones
+            is_saved = (best == i) & ((saved >> i) & 1 == 1)
+            wide_programs = jnp.where(is_saved, truncated(more, geometry), wide_programs)
     return Shares(*[chosen.get(kind, share) for kind in kinds_of(geometry)]), begin_at_once, wide_programs
 
 
@@ -158,12 +163,19 @@ def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
     return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
 
 
-def _may_be_more(thin_programs: Any, geometry: Geometry) -> Any:
-    """Whether a few of the programs that begin with thin items may begin with wide ones, if that saves a wave.
+def _more_programs(
+    wide: Any, thin: Any, items: Array, by_kind: Callable[[Any, Any], Array], geometry: Geometry
+) -> Array:
+    """The programs that may begin with the items of each candidate, if that saves a wave.
 
-    Then wide items take nearly all of the call, and a last wave of few of them would leave most programs idle.
+    If thin items are little of the work, more programs may begin with wide ones: a few more, or as many as there are
+    wide items, so that all of these begin at once. Otherwise a last wave of few of them would leave most programs idle.
+    The thin items, which are short, then fill the end of the call.
     """
-    return (thin_programs > _MORE) & (thin_programs <= _FEW_THIN * geometry.tuning.num_programs)
+    may_be_more = (thin > _MORE) & (thin <= _FEW_THIN * geometry.tuning.num_programs)
+    at_once = by_kind(jnp.where(may_be_more, geometry.tuning.num_programs - 1.0, 0.0), jnp.float32(0))
+    at_once = jnp.where(items <= at_once, items, jnp.zeros_like(items))
+    return lax.max(by_kind(jnp.where(may_be_more, wide + _MORE, wide), thin), at_once)
 
 
 def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
