@@ -31,7 +31,7 @@ from paged_jax.kernels import problem as facts
 
 BENCHMARKS = {"decode": bench_decode.BENCHMARK, "ragged": bench_ragged.BENCHMARK}
 _RANDOM = {"decode": cases.random_decode, "ragged": cases.random_ragged}
-_HOPPER = facts.Device(90, 132)  # the GPU for which programs are lowered where there is none: an H100 or an H200
+HOPPER = facts.Device(90, 132)  # the GPU for which programs are lowered where there is none: an H100 or an H200
 # JAX exports these calls only if it is told to: it does not promise that another version understands them.
 _CALLS = "mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi"
 _DRAWN = 60  # cases of a seed
@@ -44,7 +44,7 @@ def lower(
     """Writes the programs of some cases into a folder, one for all cases that share it. `how` is for `inputs.make`."""
     folder.mkdir(parents=True, exist_ok=True)
     build, files, listed = BENCHMARKS[op].implementation(implementation), {}, []
-    made_up = mock.patch.object(facts, "device", return_value=_HOPPER)
+    made_up = mock.patch.object(facts, "device", return_value=HOPPER)
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
     for case in some:
         key = measure.program_key(case)

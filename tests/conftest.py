@@ -23,6 +23,9 @@ import pytest
 from jax._src import lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # these processes share a GPU, of which each would take most of the memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # the search through an error's frames takes longer than most tests

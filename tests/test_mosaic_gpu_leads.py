@@ -16,6 +16,8 @@ RESULTS = sorted((Path(cases.__file__).parent / "results").glob("*-choice-decode
 RAGGED_RESULT = RESULTS[0].with_name("2026-11-26-h200-choice-ragged.json")
 WIDE_RESULT = RAGGED_RESULT.with_name("2026-11-27-h200-decode-heads-of-512.json")
 README = Path(paged_jax.kernels.mosaic_gpu.__file__).with_name("README.md")
+MADE_FROM, HELD_OUT = (*range(5), 133), (5, 6, 134)  # seeds
+MOST_DRAWN = 110  # cases of a seed
 OTHER = {"mosaic_gpu": "triton", "triton": "mosaic_gpu"}
 
 
@@ -27,13 +29,18 @@ def times_of(report):
     return times
 
 
+def is_superseded(seed, case):
+    """Whether Hopper's kernel has become faster since a case was timed. Seeds 133 and 134 timed such shapes later."""
+    return seed <= 6 and case.head_size in (64, 80, 96, 112) and case.num_heads <= 8 * case.num_kv_heads
+
+
 def timed():
     """Yields (seed, the deciding row, times by implementation) for each stored case that both implementations take."""
     for path in RESULTS:
         report = json.loads(path.read_text())
         seed, times = report.get("seed", 0), times_of(report)
-        for case in cases.random_decode(len(report["chosen"]), seed):
-            if OTHER.keys() <= times.get(case.name, {}).keys():
+        for case in cases.random_decode(MOST_DRAWN, seed):
+            if OTHER.keys() <= times.get(case.name, {}).keys() and not is_superseded(seed, case):
                 call = leads.DecodeCall(
                     by_group=case.layout == "vllm",
                     group=case.num_heads // case.num_kv_heads,
@@ -75,8 +82,8 @@ BY_SEEDS = [row for row in leads.DECODE if row.gain[0].isdigit() and not row.gai
 @pytest.mark.parametrize("row", BY_SEEDS, ids=lambda row: row.condition)
 def test_rows_gain_what_they_say(row):
     """No row loses on cases that it was not made from."""
-    held_out = mean_gain(row, range(5, 7))
-    assert row.gain == f"{mean_gain(row, range(5))}, {held_out}"
+    held_out = mean_gain(row, HELD_OUT)
+    assert row.gain == f"{mean_gain(row, MADE_FROM)}, {held_out}"
     assert held_out == "-" or not held_out.startswith("-")
 
 
@@ -108,7 +115,7 @@ def test_heads_of_512_gain_what_their_row_says():
     assert decider.gain == f"{min(gains):.0%} to {max(gains):.0%} in {len(gains)} cases"
 
 
-@pytest.mark.parametrize(("seeds", "least", "most"), [(range(5), 160, 0.016), (range(5, 7), 90, 0.02)])
+@pytest.mark.parametrize(("seeds", "least", "most"), [(MADE_FROM, 120, 0.016), (HELD_OUT, 65, 0.016)])
 def test_regret(seeds, least, most):
     """The mean loss of the choice against the faster implementation, over the cases that both take."""
     regrets = [us[row.first] / min(us.values()) - 1 for seed, row, us in timed() if seed in seeds]
