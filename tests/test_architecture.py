@@ -115,6 +115,7 @@ INTERNALS = {
     "benchmarks.bench_commits": ("paged_jax.kernels.problem",),
     "benchmarks.bench_pools": ("paged_jax.engine",),
     "benchmarks.bench_scheduler": ("paged_jax.engine",),
+    "benchmarks.plan_model": ("paged_jax._validate", "paged_jax.kernels.mosaic_gpu", "paged_jax.kernels.problem"),
 }
 
 
