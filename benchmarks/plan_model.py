@@ -76,7 +76,7 @@ def plan_of(case: Case) -> Plan:
     problem = Problem.of_call(operands.query, *caches, operands.options, prefix=False)
     tuning = dataclasses.replace(choose.tune(problem, bench_commits.HOPPER), counts_in_kernel=False)
     geometry, padding = Geometry(problem, tuning), [0] * (problem.num_seqs - case.num_seqs)
-    starts = jnp.asarray(np.cumsum([0, *case.query_lens, *padding]), jnp.int32)
+    starts = jnp.asarray(np.cumsum([0, *(case.query_lens or ()), *padding]), jnp.int32)
     seq_lens = jnp.asarray([*case.seq_lens, *padding], jnp.int32)
     counts = jax.jit(functools.partial(count.count_before_kernel, geometry=geometry))(starts, seq_lens)
     us: dict[bool, list[float]] = {True: [], False: []}

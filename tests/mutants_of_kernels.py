@@ -221,10 +221,10 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu.py -k 'in_the_interpreter and v1-vllm-e4m3'",
     ),
     Mutant(
-        "mosaic_gpu: heads of 64 lead in groups, too",
+        "mosaic_gpu: heads of 80 lead in any group",
         "kernels/mosaic_gpu/leads.py",
-        "lambda call: call.head_size == 64 and call.group > 1 and",
-        "lambda call: False and",
+        "lambda call: call.head_size == 80 and call.group not in (4, 8)",
+        "lambda call: False",
         "tests/test_mosaic_gpu_choice.py -k sizes",
     ),
     Mutant(

@@ -34,9 +34,30 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: no more programs begin with wide items than their part of the work",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "wide_programs += _MORE * (",
-        "wide_programs += 0 * (",
+        "wide_programs = jnp.where(is_saved, truncated(more, geometry), wide_programs)",
+        "wide_programs = jnp.where(is_saved, wide_programs, wide_programs)",
         "tests/test_mosaic_gpu_ragged_plan.py -k saves_a_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items begin at once only if a few more programs are enough",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "return lax.max(by_kind(jnp.where(may_be_more, wide + _MORE, wide), thin), at_once)",
+        "return by_kind(jnp.where(may_be_more, wide + _MORE, wide), thin)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k little_else",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items begin at once beside any number of thin ones",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "(thin <= _FEW_THIN * geometry.tuning.num_programs)",
+        "(thin <= geometry.tuning.num_programs)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k little_else",
+    ),
+    Mutant(
+        "mosaic_gpu: a split of a wide item costs no more than a whole one",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "return _WIDE_ITEM_COST, *[_WIDE_SPLIT_COST] * (len(self.shares) - 1)",
+        "return (_WIDE_ITEM_COST,) * len(self.shares)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole",
     ),
     Mutant(
         "mosaic_gpu: few wide items leave half of the programs to thin ones",

@@ -92,18 +92,17 @@ def test_leads_by_group(group, first, first_to_write):
         (1, 3, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
         (1, 2, 4, 128, "float8_e4m3fn", "triton"),
         (8, 8, 1, 64, "bfloat16", "mosaic_gpu"),
-        (8, 8, 2, 64, "bfloat16", "triton"),
+        (8, 8, 2, 64, "bfloat16", "mosaic_gpu"),
         (8, 8, 2, 64, "float8_e4m3fn", "mosaic_gpu"),
-        (8, 8, 3, 64, "float8_e4m3fn", "triton"),
+        (8, 8, 3, 64, "float8_e4m3fn", "mosaic_gpu"),
+        (8, 8, 12, 64, "float8_e4m3fn", "triton"),
+        (8, 8, 16, 64, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 3, 128, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 1, 112, "bfloat16", "triton"),
         (8, 8, 2, 80, "bfloat16", "triton"),
         (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 80, "bfloat16", "triton"),
-        (8, 8, 2, 96, "bfloat16", "triton"),
-        (8, 8, 3, 96, "bfloat16", "triton"),
-        (8, 8, 8, 96, "bfloat16", "mosaic_gpu"),
-        (8, 8, 16, 96, "bfloat16", "triton"),
+        (8, 8, 3, 96, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 128, "bfloat16", "mosaic_gpu"),
         (8, 8, 4, 192, "bfloat16", "mosaic_gpu"),
     ],
@@ -112,25 +111,8 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
     sizes = num_seqs, num_kv_heads, group, head_size, cache_dtype
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", sized(*sizes))[0] == first
-        assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # group decides
-
-
-@pytest.mark.parametrize(
-    ("group", "num_blocks", "first"),
-    [
-        (1, 64, "mosaic_gpu"),
-        (8, 49, "mosaic_gpu"),
-        (8, 50, "triton"),
-        (8, 511, "triton"),
-        (8, 512, "mosaic_gpu"),
-        (9, 49, "mosaic_gpu"),
-        (9, 50, "triton"),
-        (9, 512, "mosaic_gpu"),
-    ],
-)
-def test_leads_for_heads_of_64_by_the_longest_context(group, num_blocks, first):
-    with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("paged_attention", sized(8, 8, group, 64, "bfloat16", num_blocks))[0] == first
+        by_group = "triton" if group == 12 else "mosaic_gpu"
+        assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == by_group
 
 
 def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, writes=False):

@@ -47,7 +47,6 @@ def timed():
                     head_size=case.head_size,
                     eight_bit=case.cache_dtype != "bfloat16",
                     num_items=case.num_seqs * case.num_kv_heads,
-                    max_seq_len=max(case.blocks_per_seq) * case.block_size,
                 )
                 yield seed, leads.row_of(leads.DECODE, call), times[case.name]
 
@@ -107,7 +106,7 @@ def test_heads_of_512_gain_what_their_row_says():
         }
         if row["contender"] == "mosaic_gpu":
             heads, kv_heads, lengths = row["heads"], row["kv_heads"], row["seq_lens"]
-            call = leads.DecodeCall(False, heads // kv_heads, 512, False, len(lengths) * kv_heads, max(lengths))
+            call = leads.DecodeCall(False, heads // kv_heads, 512, False, len(lengths) * kv_heads)
             deciders.add(leads.row_of(leads.DECODE, call))
             gains.append(us["triton"] / us["mosaic_gpu"] - 1)
     (decider,) = deciders

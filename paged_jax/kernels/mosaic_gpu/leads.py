@@ -42,7 +42,6 @@ class DecodeCall(NamedTuple):
       head_size: elements of a head.
       eight_bit: whether the caches have 8 bits.
       num_items: sequences times kv heads; None in v2, whose bits must be the same in every batch.
-      max_seq_len: upper bound of the lengths; None in v2.
     """
 
     by_group: bool
@@ -50,20 +49,18 @@ class DecodeCall(NamedTuple):
     head_size: int
     eight_bit: bool
     num_items: int | None
-    max_seq_len: int | None
 
     @classmethod
     def of(cls, op: str, operands: Any) -> "DecodeCall":
         """The facts of a call of `op`."""
         query, cache, options = operands.query, operands.value_cache, operands.options
-        kv_heads, in_partitions = num_kv_heads(cache, options.layout), op == "paged_attention_v2"
+        kv_heads = num_kv_heads(cache, options.layout)
         return cls(
             by_group=op == "write_and_attend" or options.layout == "vllm",
             group=query.shape[-2] // kv_heads,
             head_size=query.shape[-1],
             eight_bit=cache.dtype.itemsize == 1,
-            num_items=None if in_partitions else operands.seq_lens.shape[0] * kv_heads,
-            max_seq_len=None if in_partitions else options.max_seq_len,
+            num_items=None if op == "paged_attention_v2" else operands.seq_lens.shape[0] * kv_heads,
         )
 
 
