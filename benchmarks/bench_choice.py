@@ -135,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     all_drawn = drawn(args.count or NUM_CASES[args.op], args.seed)
     numbers = range(len(all_drawn)) if args.numbers is None else args.numbers
+    if numbers and max(numbers) >= len(all_drawn):
+        parser.error(f"only {len(all_drawn)} cases are drawn; --count draws more")
     some = cases.with_blocks([all_drawn[number] for number in numbers], args.block_sizes)
     how = {"seconds": args.seconds, "rested": False}
     timer = functools.partial(timing.time_calls, **how)

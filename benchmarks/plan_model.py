@@ -6,7 +6,8 @@
 The kernel's own functions make the plan: how items are split, their order, and how many programs begin with wide ones.
 So a rule of `ragged/shares.py` can be judged on hundreds of drawn batches before it is timed on a few. The costs were
 fitted to 57 timings of heads of 128 over 16 bits, and are within 5% of these on the mean (benchmarks/LOG.md, "The
-longest first"). The model knows nothing of memory but a bound: at times all programs read at once, and take longer.
+longest first"); other batches are left out. The model knows nothing of memory but a bound: at times all programs read
+at once, and take longer.
 """
 
 import argparse
@@ -139,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the modelled times of drawn batches, beside measured ones if there are any."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_model", description=__doc__)
     parser.add_argument("--random", metavar="SEED", type=int, required=True, help="of `cases.random_ragged`")
-    parser.add_argument("--numbers", type=harness.numbers, help="of the drawn batches; default all of 60")
+    parser.add_argument("--numbers", type=harness.numbers, help="of 60 drawn batches; default all")
     parser.add_argument("--block-size", type=int, default=128, help="default 128")
-    parser.add_argument("--beside", type=Path, help="a result with times of these batches")
+    parser.add_argument("--beside", type=Path, help="a result of `bench_choice` with these batches")
     args = parser.parse_args(argv)
     measured = {}
     if args.beside:

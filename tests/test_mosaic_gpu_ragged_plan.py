@@ -149,7 +149,7 @@ def test_wide_items_are_split_to_fill_their_last_wave():
 def test_short_wide_items_stay_whole(seq_len, splits):
     """128 items fill some 90 programs by one and a half waves; halves would waste less of the last wave.
 
-    But to store and merge a partial result takes as long as the products with some 350 tokens.
+    But to store and merge a partial result takes as long as the products with some 390 tokens.
     """
     query_lens, lens = (498,) + (1,) * 14, (seq_len,) * 15
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
@@ -166,7 +166,7 @@ def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
 
 @pytest.mark.parametrize(("decodes", "wide_programs"), [(4, 128), (30, 68)])
 def test_wide_items_begin_at_once_beside_little_else(decodes, wide_programs):
-    """By their part of the work, 123 programs would begin with the 128 items of 512 queries, and five of them be last.
+    """By their part of the work, 117 programs would begin with the 128 items of 500 queries, and eleven items be last.
 
     Beside 30 decodes, those that begin with thin items are too many to wait for the end.
     """

@@ -13,8 +13,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
-_FEW_THIN = 0.18  # if at most this part of the programs would begin with thin items, more may begin with wide ones
-_MORE = 2  # so many more
+_FEW_THIN = 0.18  # if no more than this part of the programs would begin with thin items, more may begin with wide ones
+_MORE = 2  # so many more, if that saves a wave and one program is left; or as many as there are wide items
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
 _LEAST_PART = 0.8  # but no fewer than this part of their programs
 _FEW_WAVES = 8  # of more waves than that, one less saves little
@@ -69,7 +69,8 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
 
-    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
+    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`. Thin
+    items are compared with the programs that would begin with them by their part of the work.
     """
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
