@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=list(NUM_CASES), default="decode")
     parser.add_argument("--count", type=int, help=f"how many cases; default {NUM_CASES}")
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
+    parser.add_argument(
+        "--chosen", choices=["mosaic_gpu", "triton"], help="time only the cases for which this implementation is chosen"
+    )
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
     parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
     parser.add_argument("--block-sizes", type=harness.numbers, help="of each case, such as 16,128; default 16")
@@ -133,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not harness.has_gpu("choice", args.processes):
         return 2
     some = cases.with_blocks(drawn(args.count or NUM_CASES[args.op], args.seed), args.block_sizes)
+    if args.chosen:
+        some = tuple(case for case in some if chosen(args.op, case) == args.chosen)
     how = {"seconds": args.seconds, "rested": False}
     timer = functools.partial(timing.time_calls, **how)
     benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some, timer=timer, peer_timing=how)

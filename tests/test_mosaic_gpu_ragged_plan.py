@@ -145,6 +145,17 @@ def test_wide_items_are_split_to_fill_their_last_wave():
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 128
 
 
+@pytest.mark.parametrize(("seq_len", "splits"), [(626, 1), (1500, 1), (4668, 2), (14_000, 3)])
+def test_short_wide_items_stay_whole(seq_len, splits):
+    """128 items fill some 90 programs by one and a half waves; halves and thirds would waste less of the last wave.
+
+    But to store and merge a partial result takes as long as the products with some 350 tokens.
+    """
+    query_lens, lens = (498,) + (1,) * 14, (seq_len,) * 15
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16 * splits
+
+
 def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
     """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
     query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
@@ -206,7 +217,7 @@ def test_few_heads_are_read_at_a_time(tiles):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
+    ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (20, 5000, 2), (1, 32768, 16)]
 )
 def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits: 12 of them would start when others end."""

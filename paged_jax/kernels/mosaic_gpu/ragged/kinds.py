@@ -18,7 +18,7 @@ LOADING_WARPS = 4
 NO_ITEM, WIDE, THIN = range(3)
 """Values of `Item.kind`. A wide item has up to 2 * `WGMMA_ROWS` query rows, a thin one up to `WGMMA_ROWS`."""
 
-_WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
+_WIDE_SHARES, _THIN_SHARES = (1.0, 1 / 3), (1.0, 0.6, 0.45)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
 
 _UNORDERED_THIN_SHARE = 0.5
@@ -37,7 +37,9 @@ Wide items: it is rounded up from a fraction of 1/8 on. Thin items: it is rounde
 thin items fill the end of the call.
 """
 
-_WIDE_ITEM_COST = 10  # of a wide item's beginning, end and merge: as much as its products with some 300 tokens
+_WIDE_ITEM_COST = 10  # of a wide item's beginning and end: as much as its products with some 300 tokens
+_WIDE_SPLIT_COST = 22  # the same, and its partial result with the merge (benchmarks/LOG.md, "The longest first")
+_THIN_ITEM_COST = 3  # beside what its sequence's cost has for it
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 
 
@@ -284,9 +286,11 @@ class ItemKind:
         return _WIDE_ROUNDED if self.is_wide else _THIN_ROUNDED
 
     @property
-    def item_cost(self) -> float:
-        """The cost of a further item when shares are compared."""
-        return _WIDE_ITEM_COST if self.is_wide else 0.0
+    def item_costs(self) -> tuple[int, ...]:
+        """What each item costs beside its tiles, for each of `shares`. Shares after the first split most items."""
+        if not self.is_wide:
+            return (_THIN_ITEM_COST,) * len(self.shares)
+        return _WIDE_ITEM_COST, *[_WIDE_SPLIT_COST] * (len(self.shares) - 1)
 
     @property
     def least_split(self) -> int:

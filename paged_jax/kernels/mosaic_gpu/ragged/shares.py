@@ -51,6 +51,7 @@ class _Candidate(NamedTuple):
 
     kind: ItemKind
     cost: Any
+    item_cost: int  # of an item beside its tiles, when candidates are compared
 
 
 class Lanes(NamedTuple):
@@ -73,14 +74,16 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
-        _Candidate(kind, _target(share * part, totals, kind)) for kind in kinds_there(geometry) for part in kind.shares
+        _Candidate(kind, _target(share * part, totals, kind), item_cost)
+        for kind in kinds_there(geometry)
+        for part, item_cost in zip(kind.shares, kind.item_costs, strict=True)
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
         return Shares(*[costs.get(kind, share) for kind in kinds_of(geometry)]), False, wide_programs
 
     def by_kind(wide: Any, thin: Any) -> Array:
-        return lanes.spread([wide if kind.is_wide else thin for kind, _ in candidates])
+        return lanes.spread([wide if candidate.kind.is_wide else thin for candidate in candidates])
 
     numbers = lanes.sum_up([functools.partial(_items, of=x) for x in candidates])
     if kinds_of(geometry)[0].may_exist and not geometry.converts_tiles:
@@ -96,7 +99,7 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
         saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
         programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
-    item_costs = by_kind(*[jnp.float32(kind.item_cost) for kind in kinds_of(geometry)])
+    item_costs = lanes.spread([jnp.float32(candidate.item_cost) for candidate in candidates])
     times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
     times = lanes.collect(times, len(candidates))
     fits = lanes.vote((numbers <= programs).astype(jnp.int32))
