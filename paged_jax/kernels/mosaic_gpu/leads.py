@@ -20,10 +20,11 @@ class Row[Call]:
       condition: the condition in words; the first row whose condition holds decides a call.
       first: the implementation that is tried first.
       gain: how much longer the other implementation takes, or the heading of benchmarks/LOG.md that says so. In decode,
-        two percentages are means over the timed random cases that the row decides and whose times still hold. The first mean is over seeds 0 to 4
-        and 133, from which the rows were made; the second one is over seeds 5, 6 and 134, and "-" if they have no such
-        case ("The choice by seeds"). Otherwise two percentages are the least and the most over the batches of ragged
-        attention ("Random batches of ragged attention") or the cases ("Registers of decode") that the row decides.
+        two percentages are means over the timed random cases that the row decides and whose times still hold. The first
+        mean is over seeds 0 to 4 and 133, from which the rows were made; the second one is over seeds 5, 6 and 134, and
+        "-" if they have no such case ("The choice by seeds"). Otherwise two percentages are the least and the most over
+        the batches of ragged attention ("Random batches of ragged attention") or the cases ("Registers of decode") that
+        the row decides.
       holds: the condition in code.
     """
 
