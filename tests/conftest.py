@@ -23,7 +23,7 @@ import pytest
 from jax._src import lru_cache
 from jax.experimental.compilation_cache import compilation_cache
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # these processes share a GPU, of which each would take most of the memory
+if "PYTEST_XDIST_WORKER" in os.environ:  # The processes of a run share a GPU. Each would take most of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
