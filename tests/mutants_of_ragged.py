@@ -34,7 +34,7 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: no more programs begin with wide items than their part of the work",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "wide_programs = jnp.where(is_saved, truncated(more, geometry), wide_programs)",
+        "wide_programs = jnp.where(is_saved, truncated(of_candidate, geometry), wide_programs)",
         "wide_programs = jnp.where(is_saved, wide_programs, wide_programs)",
         "tests/test_mosaic_gpu_ragged_plan.py -k saves_a_wave",
     ),

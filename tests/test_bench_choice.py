@@ -138,6 +138,9 @@ def test_the_command_line(monkeypatch, capsys):
     assert bench_choice.main(["--count", "9", "--numbers", "7,2", "--implementations", "triton"]) == 0
     assert seen == [cases.random_decode(9)[number] for number in (7, 2)]
     with pytest.raises(SystemExit):
+        bench_choice.main(["--count", "7", "--numbers", "7,2"])
+    assert "only 7 cases are drawn" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         bench_choice.main(["--op", "ragged", "--implementations", "triton/3"])
     assert "triton/3" in capsys.readouterr().err
 

@@ -112,9 +112,9 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
             is_less = (time < least) & may_order
             best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
-        for i, more in enumerate(begin_wide if kind.is_wide else []):  # wide candidates are the first ones
+        for i, of_candidate in enumerate(begin_wide if kind.is_wide else []):  # wide candidates are the first ones
             is_saved = (best == i) & ((saved >> i) & 1 == 1)
-            wide_programs = jnp.where(is_saved, truncated(more, geometry), wide_programs)
+            wide_programs = jnp.where(is_saved, truncated(of_candidate, geometry), wide_programs)
     return Shares(*[chosen.get(kind, share) for kind in kinds_of(geometry)]), begin_at_once, wide_programs
 
 
