@@ -156,12 +156,36 @@ def test_short_wide_items_stay_whole(seq_len, splits):
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16 * splits
 
 
-def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
-    """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
-    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+@pytest.mark.parametrize("decodes", [5, 10])
+def test_as_many_programs_begin_with_wide_items_as_save_a_wave(decodes):
+    """By their part of the work, 126 and 121 programs would begin with 256 items; four and fourteen would be last."""
+    query_lens, lens = (1031,) + (1,) * decodes, (44_000,) + (20_000,) * decodes
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 32
     assert int(counts.wide_programs[0]) == 128
+
+
+@pytest.mark.parametrize(("seq_len", "wide_programs"), [(1024, 119), (4096, 128)])
+def test_a_short_wave_is_not_saved(seq_len, wide_programs):
+    """By their part of the work, 119 programs would begin with 256 items. Ten thin ones of each head are left."""
+    query_lens, lens = (1024,) + (1,) * 10, (seq_len,) + (seq_len * 6 // 10,) * 10
+    _, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(counts.wide_programs[0]) == wide_programs
+
+
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_wide_items_that_all_begin_at_once_stay_whole(cache_dtype):
+    """128 wide items take one wave. In splits they would take more, and fewer thin items would be left to the end."""
+    query_lens, lens, shapes = (506,) + (1,) * 6, (32_000,) * 7, {"table_width": 4096, "cache_dtype": cache_dtype}
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, num_programs=132, **shapes)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16
+
+
+def test_sequences_are_sorted_if_wide_items_alone_begin_at_once():
+    """By their part of the work, eight programs would begin with eight thin items. The wide ones leave four of them."""
+    _, counts, _ = planned((512, 1), (1000, 2100), 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(counts.wide_programs[0]) == 128
+    assert np.asarray(counts.order).tolist()[:2] == [1, 0]
 
 
 @pytest.mark.parametrize(("decodes", "wide_programs"), [(4, 128), (30, 68)])
