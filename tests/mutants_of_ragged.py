@@ -41,14 +41,14 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: more programs begin with wide items beside any number of thin ones",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "saves = (of_item > left) &",
-        "saves = (of_item > 0) &",
+        "return (of_item > left) &",
+        "return (of_item > 0) &",
         "tests/test_mosaic_gpu_ragged_plan.py -k short_wave",
     ),
     Mutant(
         "mosaic_gpu: a saved wave still counts when splits are compared",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "jnp.where(saves, fewer_waves, waves)",
+        "jnp.where(saves, waves - 1, waves)",
         "jnp.where(saves, waves, waves)",
         "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole",
     ),

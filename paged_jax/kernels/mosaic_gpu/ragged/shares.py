@@ -94,15 +94,9 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     waves = _waves(items, programs, geometry)
     of_item = by_kind(*totals) * reciprocal(items, geometry)  # of equal items
     if kinds_of(geometry)[0].may_exist:
-        # So many more programs begin with wide items as save a wave of these, if it takes longer than the thin items
-        # that are then left to the end of the call. A last wave has the shortest wide items, and the end takes whole
-        # thin ones, so a short wave is not saved.
-        fewer_waves = waves - 1
-        more = _waves(items, lax.max(fewer_waves, jnp.ones_like(waves)), geometry)
         most = by_kind(jnp.float32(geometry.tuning.num_programs - 1), jnp.float32(0))
-        left = totals.thin * (_LEFT_COST / geometry.tuning.num_programs) + _LAST_COST
-        saves = (of_item > left) & (more <= most) & (fewer_waves >= 1)
-        programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
+        saves, more = _saved_wave(waves, of_item, items, most, totals, geometry)
+        programs, waves = jnp.where(saves, more, programs), jnp.where(saves, waves - 1, waves)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
         begin_wide = lanes.collect(programs, sum(candidate.kind.is_wide for candidate in candidates))
     item_costs = lanes.spread([jnp.float32(candidate.item_cost) for candidate in candidates])
@@ -166,6 +160,21 @@ def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
     whole = _waves(items, lax.max(waves, jnp.float32(1)), geometry)
     may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_PART)
     return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
+
+
+def _saved_wave(
+    waves: Array, of_item: Array, items: Array, most: Array, totals: Totals, geometry: Geometry
+) -> tuple[Array, Array]:
+    """Whether more programs than by their part of the work begin with wide items, to save a wave of them, and how many.
+
+    The thin items that these programs would begin with are then left to the end of the call. So a wave is saved only if
+    it takes longer than they do there: a last wave has the shortest wide items, and the end takes whole thin ones. At
+    `most` so many programs begin with items of a candidate.
+    """
+    fewer_waves = waves - 1
+    more = _waves(items, lax.max(fewer_waves, jnp.ones_like(waves)), geometry)
+    left = totals.thin * (_LEFT_COST / geometry.tuning.num_programs) + _LAST_COST
+    return (of_item > left) & (more <= most) & (fewer_waves >= 1), more
 
 
 def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
