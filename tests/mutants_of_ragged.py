@@ -39,11 +39,18 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_plan.py -k save_a_wave",
     ),
     Mutant(
-        "mosaic_gpu: more programs begin with wide items beside any number of thin ones",
+        "mosaic_gpu: a wave is saved however short it is beside the thin items",
         "kernels/mosaic_gpu/ragged/shares.py",
         "return (of_item > left) &",
         "return (of_item > 0) &",
         "tests/test_mosaic_gpu_ragged_plan.py -k short_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: all programs may begin with wide items, to save a wave",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "(more <= most) &",
+        "(most > 0) &",
+        "tests/test_mosaic_gpu_ragged_plan.py -k begins_with_thin",
     ),
     Mutant(
         "mosaic_gpu: a saved wave still counts when splits are compared",

@@ -167,7 +167,7 @@ def test_as_many_programs_begin_with_wide_items_as_save_a_wave(decodes):
 
 @pytest.mark.parametrize(("seq_len", "wide_programs"), [(1024, 119), (4096, 128)])
 def test_a_short_wave_is_not_saved(seq_len, wide_programs):
-    """By their part of the work, 119 programs would begin with 256 items. Ten thin ones of each head are left."""
+    """By their part of the work, 119 and 120 programs would begin with 256 items. Ten thin ones a head are left."""
     query_lens, lens = (1024,) + (1,) * 10, (seq_len,) + (seq_len * 6 // 10,) * 10
     _, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
     assert int(counts.wide_programs[0]) == wide_programs
@@ -175,14 +175,22 @@ def test_a_short_wave_is_not_saved(seq_len, wide_programs):
 
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_wide_items_that_all_begin_at_once_stay_whole(cache_dtype):
-    """128 wide items take one wave. In splits they would take more, and fewer thin items would be left to the end."""
+    """By their part of the work, 111 programs would begin with 384 thirds. 128 whole items take one wave of 128."""
     query_lens, lens, shapes = (506,) + (1,) * 6, (32_000,) * 7, {"table_width": 4096, "cache_dtype": cache_dtype}
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, num_programs=132, **shapes)
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16
 
 
+def test_some_program_begins_with_thin_items():
+    """By their part of the work, 128 programs begin with 528 wide items, halves. All 132 would save a wave."""
+    query_lens, lens = (1056,) + (1,) * 5, (44_000,) + (20_000,) * 5
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 2 * 8 * 33
+    assert int(counts.wide_programs[0]) == 128
+
+
 def test_sequences_are_sorted_if_wide_items_alone_begin_at_once():
-    """By their part of the work, eight programs would begin with eight thin items. The wide ones leave four of them."""
+    """By their part of the work, eight programs would begin with eight thin items. 128 wide ones leave them four."""
     _, counts, _ = planned((512, 1), (1000, 2100), 32, 8, 128, None, table_width=1024, num_programs=132)
     assert int(counts.wide_programs[0]) == 128
     assert np.asarray(counts.order).tolist()[:2] == [1, 0]
@@ -192,7 +200,7 @@ def test_sequences_are_sorted_if_wide_items_alone_begin_at_once():
 def test_wide_items_begin_at_once_beside_little_else(decodes, wide_programs):
     """By their part of the work, 117 programs would begin with the 128 items of 500 queries, and eleven items be last.
 
-    Beside 30 decodes, those that begin with thin items are too many to wait for the end.
+    Beside 30 decodes, the thin items would take longer at the end than that wave.
     """
     query_lens, lens = (500,) + (1,) * decodes, (12_000,) * (decodes + 1)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)

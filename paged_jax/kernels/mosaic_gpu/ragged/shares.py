@@ -13,8 +13,9 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
-_LEFT_COST = 2.3  # so many times their cost do thin items take that are left to the end, when all programs read at once
-_LAST_COST = 25  # and so much more: wide items' ends, and the beginning and the end of a thin one
+# Fitted to timings: LOG, "The longest first".
+_LEFT_COST = 2.3  # thin items that are left to the end take so many times their cost, because all programs read at once
+_LAST_COST = 25  # is added to that: the ends of wide items, and the beginning and the end of a thin one
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
 _LEAST_PART = 0.8  # but no fewer than this part of their programs
 _ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
@@ -68,7 +69,8 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
 
-    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
+    Also returns whether all items that see a tile are known to begin at once, one in each program, and
+    `Counts.wide_programs`. Thin splits are compared with the programs they have before a wave of wide items is saved.
     """
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
@@ -165,11 +167,12 @@ def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
 def _saved_wave(
     waves: Array, of_item: Array, items: Array, most: Array, totals: Totals, geometry: Geometry
 ) -> tuple[Array, Array]:
-    """Whether more programs than by their part of the work begin with wide items, to save a wave of them, and how many.
+    """Whether more programs than by its part of the work begin with a candidate's items, to save a wave; and how many.
 
-    The thin items that these programs would begin with are then left to the end of the call. So a wave is saved only if
-    it takes longer than they do there: a last wave has the shortest wide items, and the end takes whole thin ones. At
-    `most` so many programs begin with items of a candidate.
+    Most thin items then wait until wide ones have ended. So a wave is saved only if a mean wide item (`of_item`) costs
+    more than all thin items do when all programs share them at the end. Two constants allow for what the means leave
+    out: a last wave has the shortest wide items, and a program takes a thin item as a whole. No more than `most`
+    programs may begin with items of a candidate.
     """
     fewer_waves = waves - 1
     more = _waves(items, lax.max(fewer_waves, jnp.ones_like(waves)), geometry)
