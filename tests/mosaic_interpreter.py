@@ -168,7 +168,7 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     return run_op(OPS[op], device, *operands, **keywords)
 
 
-def with_poison(query, geometry, query_tiles=decode_call._query_tiles):
+def with_poison(query, geometry, query_tiles=decode_call.query_tiles):
     """Adds the heads that copies read outside of the query. A GPU reads zeros there, and the interpreter cannot.
 
     They are NaN: a head's result depends on no other head.
@@ -189,7 +189,7 @@ def run_op(name, device, *operands, detect_races=True, **keywords):
             as_for(device),
             mock.patch.object(tiles, "class_of", lambda problem: INTERPRETED_TILES[class_of(problem)]),
             mock.patch.object(fence, "show_cluster_what_is_stored"),
-            mock.patch.object(decode_call, "_query_tiles", with_poison),
+            mock.patch.object(decode_call, "query_tiles", with_poison),
             ragged_interpreter.interpreting(detect_races),
         ):
             return jax.tree.map(np.asarray, function(*operands))

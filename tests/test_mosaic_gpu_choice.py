@@ -266,7 +266,7 @@ def test_only_heads_that_copies_share_unevenly_are_padded(group, pads):
     problem = sized_problem(3, 3, group, "bfloat16")
     geometry = Geometry(problem, choose.unsplit(problem, Device()))
     query = jax.ShapeDtypeStruct((3, 3 * group, 128), jnp.bfloat16)
-    made = jax.make_jaxpr(lambda query: decode_call._query_tiles(query, geometry))(query)
+    made = jax.make_jaxpr(lambda query: decode_call.query_tiles(query, geometry))(query)
     assert ("pad" in str(made)) == pads
 
 

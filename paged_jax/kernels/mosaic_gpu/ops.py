@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from paged_jax.kernels import problem as facts
 from paged_jax.kernels.mosaic_gpu.decode import call as decode
 from paged_jax.kernels.mosaic_gpu.decode import choose
+from paged_jax.kernels.mosaic_gpu.decode.shared.call import attend_to_copies
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose as ragged_choose
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
@@ -86,6 +87,8 @@ def ragged_paged_attention(
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Attends with the ragged kernel, or with the decode kernel if the batch is known to be decode."""
     caches = key_cache, value_cache, block_tables
+    if options.copies > 1:
+        return attend_to_copies(query, *caches, seq_lens, query_start_loc, options)
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
     options = replace(options, causal=True)  # a sequence's only query is its last token, which sees all tokens

@@ -180,7 +180,7 @@ def _attend(
     """
     problem = geometry.problem
     reader = tiles.class_of(problem)(geometry)
-    rows = _query_tiles(query, geometry)
+    rows = query_tiles(query, geometry)
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     inputs = inputs._replace(query_indices=query_indices)
@@ -196,7 +196,7 @@ def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
     return outputs.out.reshape(query.shape), outputs.lse.reshape(query.shape[:2])
 
 
-def _query_tiles(query: Array, geometry: Geometry) -> Array:
+def query_tiles(query: Array, geometry: Geometry) -> Array:
     """The heads of each copy of the query, [copies of all items, heads_per_copy, head_size].
 
     If an item's copies share its heads unevenly, as with 9 heads, the last one gets padding, which takes a kernel.

@@ -100,8 +100,8 @@ def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     @pl.when(warpgroup == _COMPUTES)
     def compute():
         _set_registers(geometry)
-        _load_query(split.item, refs, geometry)
-        query, state = _attend_split(split, jnp.int32(0), refs, geometry, tiles)
+        load_query(split.item, refs, geometry)
+        query, state = attend_split(split, jnp.int32(0), refs, geometry, tiles)
         results.store_split(split, query, state, refs, geometry, tiles)
         if geometry.tuning.merges_in_cluster:
             _merge_in_cluster(split.item, number, refs, geometry)
@@ -124,9 +124,9 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 
     def compute_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
         split = queued.split
-        query, state = _attend_split(split, tiles_before, refs, geometry, tiles)
+        query, state = attend_split(split, tiles_before, refs, geometry, tiles)
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
-        pl.when(left.has_more)(lambda: _load_query(left, refs, geometry))
+        pl.when(left.has_more)(lambda: load_query(left, refs, geometry))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the copies of the last result have read shared memory
         results.store_queued_split(queued, query, state, refs, geometry, tiles)
         if geometry.problem.writes_tokens:  # by this warpgroup, which then loads the next new token
@@ -138,7 +138,7 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     @pl.when(warpgroup == _COMPUTES)
     def compute():
         _set_registers(geometry)
-        pl.when(queue.has_more)(lambda: _load_query(queue, refs, geometry))
+        pl.when(queue.has_more)(lambda: load_query(queue, refs, geometry))
         plan.for_each_split(compute_next, queue, seq_lens_gmem, geometry)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -159,7 +159,7 @@ def _set_registers(geometry: Geometry) -> None:
         plgpu.set_max_registers(_REGISTERS, action="increase")
 
 
-def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
+def load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
     """Starts the copies of an item's query tile. They read zeros past an item's heads, outside of the array."""
     inputs, smem, copies = refs.inputs_gmem, refs.smem, geometry.query_copies
     item, rows = plan.query_tile(of, inputs.query_indices, geometry).index, geometry.columns // copies
@@ -169,7 +169,7 @@ def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
         plgpu.copy_gmem_to_smem(heads_gmem, smem.query.at[pl.ds(i * rows, rows)], smem.query_ready)
 
 
-def _attend_split(
+def attend_split(
     split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> tuple[QueryTile, softmax.State]:
     """The softmax of a split. The query's copy has started; `tiles_before` tiles came earlier in the rings."""

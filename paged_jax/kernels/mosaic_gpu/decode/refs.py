@@ -139,7 +139,7 @@ def scratch(geometry: Geometry) -> Scratch:
     return Scratch(
         merged_out=merged.out,
         cluster_done=plgpu.ClusterBarrier(collective_axes=("split",)) if tuning.merges_in_cluster else ABSENT,
-        keys=_ring(geometry, problem.k_scale, (reader.key_ring(),)),
+        keys=ring(geometry, problem.k_scale, (reader.key_ring(),)),
         new_key=new_token,
         merged_lse=merged.lse,
         maxima=vector,
@@ -150,12 +150,12 @@ def scratch(geometry: Geometry) -> Scratch:
         query_ready=plgpu.Barrier(num_arrivals=geometry.query_copies + (2 if problem.writes_tokens else 0)),
         query=reader.swizzled((columns, problem.head_size), problem.query_dtype),
         sums=vector,
-        values=_ring(geometry, problem.v_scale, reader.value_rings()),
+        values=ring(geometry, problem.v_scale, reader.value_rings()),
         new_value=new_token,
     )
 
 
-def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
+def ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
     """The ring of a cache, whose tiles lie in `rings`. A tile is ready when all of its runs and scales have arrived."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     copies = runs * len(rings) * geometry.copies_per_run

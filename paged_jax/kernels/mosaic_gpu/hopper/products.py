@@ -23,6 +23,17 @@ def product(a: Any, b_smem: Any, then: Then = None) -> Array:
     return pl.run_scoped(multiply, accumulator((a.shape[0], b_smem.shape[1])))
 
 
+def accumulate(out: Array, a: Any, b_smem: Any, then: Then = None) -> Any:
+    """out + a @ b, in the registers of `out`; a is in registers, b in shared memory. `then` runs under the product."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b_smem)
+        if then is not None:
+            then()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def accumulator(shape: Any) -> Any:
     """Registers for the result of a product."""
     return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -11,19 +11,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.products import Then, accumulator
+from paged_jax.kernels.mosaic_gpu.hopper.products import accumulate as accumulate
+from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
-
-
-def accumulate(out: Array, weights: Array, values_smem: Ref, then: Then = None) -> Any:
-    """O + P V; `then` runs under the product."""
-
-    def multiply(acc):
-        plgpu.wgmma(acc, weights, values_smem)
-        if then is not None:
-            then()
-
-    return pl.run_state(multiply)(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def score_and_accumulate(

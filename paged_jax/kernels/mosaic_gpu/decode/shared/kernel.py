@@ -1,0 +1,188 @@
+"""The kernel of shared prefixes: a decode batch whose queries share prefixes, each of which is read once.
+
+Grid: one program on each multiprocessor, a thread block of four warpgroups in two parts that run side by side. The
+matrix units bound the part that attends to the prefixes, and memory bounds the one that attends to own tokens.
+
+Who loads: warpgroups 1 and 3 copy tiles of K and V, as in decode.
+
+Who computes: warpgroup 0 attends to the queries' own tokens, as decode does: tokens are rows. Warpgroup 2 attends to
+prefixes: queries are rows (`softmax.py`), up to 64 of a prefix's queries and heads at a time (`plan.py`).
+
+All items leave partial results, which `merge.py` merges.
+
+Shared memory, for head_size 128, bfloat16:
+
+    | own tokens: ring of K 48 KiB | ring of V 48 KiB | query 2 KiB | P 1 KiB | prefixes: K 48 KiB | V 48 KiB | query 16 KiB |
+
+Roofline: 4 * head_size bytes for each token and kv head. Each prefix is read from HBM once, and once for each of its
+query tiles from L2.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode import kernel as decode
+from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
+from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
+from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
+from paged_jax.kernels.mosaic_gpu.decode.load import drain_rings, load_split
+from paged_jax.kernels.mosaic_gpu.decode.plan import QueuedSplit, Queue
+from paged_jax.kernels.mosaic_gpu.decode.shared import plan, ptx, softmax
+from paged_jax.kernels.mosaic_gpu.decode.shared.plan import PrefixSplit
+from paged_jax.kernels.mosaic_gpu.decode.shared.refs import (
+    Inputs,
+    Outputs,
+    Parts,
+    PrefixRefs,
+    Scratch,
+    outputs,
+    scratch,
+)
+from paged_jax.kernels.mosaic_gpu.decode.softmax import State, summed
+from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
+from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, saw_tokens
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
+
+_COMPUTES_OWN, _LOADS_OWN, _COMPUTES_PREFIXES, _LOADS_PREFIXES = range(4)  # indices of warpgroups
+# Registers of each thread of a warpgroup. The four of them start with 128 each; with these none is spilled.
+_REGISTERS = 128, 80, 232, 72
+
+
+def attend(parts: Parts, inputs: Inputs) -> Outputs:
+    """Runs the kernel."""
+    problem = parts.prefix.problem
+    return launch(
+        lambda *refs: _kernel(*refs, parts),
+        inputs,
+        outputs(parts),
+        scratch(parts),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        num_threads=4,
+        grid=(parts.prefix.tuning.queues,),
+        grid_names=("program",),
+        kernel_name=f"shared_hd{problem.head_size}_g{problem.group}",
+    )
+
+
+def _kernel(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Parts) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    own, prefix = _own_refs(inputs_gmem, outputs_gmem, smem, parts), PrefixRefs(inputs_gmem, outputs_gmem, smem.prefix)
+    prefixes = Lengths(inputs_gmem.seq_lens, inputs_gmem.query_start_loc)
+    for index, run in (
+        (_COMPUTES_OWN, lambda: _attend_to_own_tokens(own, outputs_gmem, parts.own)),
+        (_LOADS_OWN, lambda: _load_own_tokens(own, parts.own)),
+        (_COMPUTES_PREFIXES, lambda: _attend_to_prefixes(prefix, prefixes, parts)),
+        (_LOADS_PREFIXES, lambda: _load_prefixes(prefix, prefixes, parts.prefix)),
+    ):
+
+        @pl.when(warpgroup == index)
+        def run_part(index=index, run=run):
+            is_more = _REGISTERS[index] > sum(_REGISTERS) // len(_REGISTERS)
+            plgpu.set_max_registers(_REGISTERS[index], action="increase" if is_more else "decrease")
+            run()
+
+
+def _own_refs(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Parts) -> of_decode.Refs:
+    """The references of decode attention to own tokens."""
+    sequences = pl.ds(parts.prefix.problem.num_seqs, parts.own.problem.num_seqs)
+    inputs = of_decode.Inputs(
+        inputs_gmem.query_tiles,
+        inputs_gmem.key_cache,
+        inputs_gmem.value_cache,
+        inputs_gmem.block_tables.at[sequences],
+        inputs_gmem.seq_lens.at[sequences],
+        inputs_gmem.options,
+    )
+    return of_decode.Refs(inputs, outputs_gmem, smem.own)
+
+
+def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, geometry) -> None:
+    """The warpgroup that attends to a queue of own tokens."""
+    seq_lens_gmem = refs.inputs_gmem.seq_lens
+    queue = decode_plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
+    tiles = decode_tiles.class_of(geometry.problem)(geometry)
+
+    def attend_to_split(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
+        _, state = decode.attend_split(queued.split, tiles_before, refs, geometry, tiles)
+        plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
+        pl.when(left.has_more)(lambda: decode.load_query(left, refs, geometry))
+        _store_own(queued, state, refs, outputs_gmem, geometry)
+
+    pl.when(queue.has_more)(lambda: decode.load_query(queue, refs, geometry))
+    decode_plan.for_each_split(attend_to_split, queue, seq_lens_gmem, geometry)
+
+
+def _load_own_tokens(refs: of_decode.Refs, geometry) -> None:
+    """The warpgroup that loads a queue of own tokens."""
+    seq_lens_gmem = refs.inputs_gmem.seq_lens
+    queue = decode_plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
+    tiles = decode_tiles.class_of(geometry.problem)(geometry)
+
+    def load(queued: QueuedSplit, tiles_before: Scalar, _: Queue):
+        load_split(queued.split, tiles_before, refs, geometry, tiles)
+
+    drain_rings(decode_plan.for_each_split(load, queue, seq_lens_gmem, geometry), refs, geometry)
+
+
+def _store_own(queued: QueuedSplit, state: State, refs: of_decode.Refs, outputs_gmem: Outputs, geometry) -> None:
+    """Stores the partial result of a split, and where its item's partial results are. Whole items have places, too."""
+    split, (partials, item_partials) = queued.split, outputs_gmem
+    place = jnp.where(queued.is_whole, 2 * geometry.tuning.queues + split.item.index, split.partial)
+    out, maxima, sums = summed(state, geometry)
+    end = Epilogue.of(saw_tokens(sums), maxima, sums)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
+    for x, part in zip(out, geometry.head_slices, strict=True):
+        divided = layout(x * wide(v_scale / end.divisors, x.shape[0]))
+        ptx.store_columns(partials.out, divided, place * geometry.columns, part.first)
+    store(partials.log_sums.at[pl.ds(place * geometry.columns, geometry.columns)], layout(end.lse_of_base_2, 0))
+
+    @pl.when(split.is_first)
+    def store_first():
+        item_partials.first[split.item.index] = place
+
+    @pl.when(queued.is_last)
+    def store_last():
+        item_partials.last_program[split.item.index] = lax.axis_index("program")
+
+
+def _attend_to_prefixes(refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
+    """The warpgroup that attends to a share of the prefixes."""
+    geometry, options = parts.prefix, refs.inputs_gmem.options
+    problem = geometry.problem
+
+    def attend_to_split(found: PrefixSplit, tiles_before: Scalar, following: PrefixSplit, has_more: Scalar):
+        split, kv_head = found.split, found.split.item.kv_head
+        plgpu.barrier_wait(refs.smem.query_ready)
+        factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, kv_head)
+        state = softmax.attend(split, tiles_before, factor, refs, geometry)
+        plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
+        pl.when(has_more)(lambda: load_query(following))
+        out, log_sums = softmax.finished(state, cache_scale(options.v_scale, problem.v_scale, kv_head))
+        rows = pl.ds(parts.own_rows + split.partial * WGMMA_ROWS, WGMMA_ROWS)
+        store(refs.outputs_gmem.partials.out.at[rows], layout(out))
+        store(refs.outputs_gmem.partials.log_sums.at[rows], layout(log_sums, 1))
+
+    def load_query(found: PrefixSplit):
+        """Copies the same rows of each head. Past the last query a copy reads zeros."""
+        count, first = plan.queries_of_tile(problem), pl.multiple_of(found.first_query, QUERY_ROWS)
+        for i in range(plan.heads_of_item(problem)):
+            head_gmem = refs.inputs_gmem.query.at[pl.ds(first, count), found.first_head + i]
+            plgpu.copy_gmem_to_smem(head_gmem, refs.smem.query.at[pl.ds(i * count, count)], refs.smem.query_ready)
+
+    plan.for_each_split(attend_to_split, lax.axis_index("program"), prefixes, geometry, load_query)
+
+
+def _load_prefixes(refs: PrefixRefs, prefixes: Lengths, geometry) -> None:
+    """The warpgroup that loads a share of the prefixes."""
+
+    def load(found: PrefixSplit, tiles_before: Scalar, _: PrefixSplit, __: Scalar):
+        load_split(found.split, tiles_before, refs, geometry, PlainTiles(geometry))  # type: ignore[arg-type]
+
+    drain_rings(plan.for_each_split(load, lax.axis_index("program"), prefixes, geometry), refs, geometry)

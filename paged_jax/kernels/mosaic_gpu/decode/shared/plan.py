@@ -1,0 +1,200 @@
+"""Assigns tiles of shared prefixes to programs.
+
+The queries of a prefix are cut into tiles of `queries_of_tile`. A work item is such a tile with `heads_of_item` heads of
+one kv head's group. The tiles of K and V of all items lie in one line, by prefix, query tile and head. Each program has an
+equal share of the line; it attends to its share split by split, as decode attends to its queues. So programs read the
+same K and V for different query tiles at about the same time, and find them in L2.
+
+    items    |------ 0 ------|------ 1 ------|- 2 -|- 3 -|
+    shares   |    0    |    1    |    2    |    3    |
+    splits   |    0    | 1 |  2  |    3    |.4.|.5.| ...     split number = item + share
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, Split
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
+from paged_jax.kernels.problem import Problem
+
+_LEAST_TILES = 4  # of a share; a smaller one takes less time than its partial result
+_LOADS_IN_FLIGHT = 8
+
+
+def heads_of_item(problem: Problem) -> int:
+    """Query heads of an item: a kv head's group, or an equal part of a large group, as a tile has 8 queries or more."""
+    return max(n for n in range(1, WGMMA_ROWS // QUERY_ROWS + 1) if problem.group % n == 0)
+
+
+def queries_of_tile(problem: Problem) -> int:
+    """Queries of an item: as many as fit into the rows of a product. A copy takes a multiple of 8 of each head."""
+    return WGMMA_ROWS // heads_of_item(problem) // QUERY_ROWS * QUERY_ROWS
+
+
+def items_of_tile(problem: Problem) -> int:
+    """Items of a query tile."""
+    return problem.num_heads // heads_of_item(problem)
+
+
+def num_items(geometry: Geometry) -> int:
+    """An upper bound of the number of items: a prefix has up to two query tiles that are not full."""
+    problem = geometry.problem
+    return (2 * problem.num_seqs + problem.num_tokens // queries_of_tile(problem)) * items_of_tile(problem)
+
+
+def num_partials(geometry: Geometry) -> int:
+    """An upper bound of the number of splits, each of which leaves a partial result."""
+    return num_items(geometry) + geometry.tuning.queues
+
+
+class PrefixSplit(NamedTuple):
+    """Neighbouring tiles of an item, and the item's rows."""
+
+    split: Split
+    first_head: Scalar
+    first_query: Scalar  # of its query tile, a multiple of 8
+
+
+class Line(NamedTuple):
+    """The line of all items' tiles."""
+
+    total: Scalar  # its tiles
+    share: Scalar  # tiles of a program's share
+
+
+class RowPlace(NamedTuple):
+    """Where the partial results of a query's head are."""
+
+    first: Scalar  # the number of the first split of the query's item
+    count: Scalar  # the item's splits; 0 if the query has no prefix with tokens
+    row: Scalar  # the row of the head in each of them
+
+
+class _Place(NamedTuple):
+    """A prefix, and what lies before it in the line."""
+
+    prefix: Scalar
+    tiles_before: Scalar
+    items_before: Scalar
+
+
+def line_of(prefixes: Lengths, geometry: Geometry) -> Line:
+    """Measures the line."""
+    _, end = _search(lambda after, _: False, prefixes, geometry)
+    return _line(end.tiles_before, geometry)
+
+
+def for_each_split(
+    do: Callable[[PrefixSplit, Scalar, PrefixSplit, Scalar], Any],
+    program: Scalar,
+    prefixes: Lengths,
+    geometry: Geometry,
+    begin: Callable[[PrefixSplit], Any] = lambda _: None,
+) -> Scalar:
+    """Calls `do` with each split of a program's share, the share's tiles before it, the next one, and if there is one.
+
+    `begin` is called with the first split, before all. Returns the number of tiles of all splits.
+    """
+    line = line_of(prefixes, geometry)
+    first = lax.min(program * line.share, line.total)
+    end = lax.min(first + line.share, line.total)
+
+    def step(state):
+        place, found = state
+        after = place + found.split.num_tiles
+        following = split_at(after, program, prefixes, line, geometry)
+        do(found, place - first, following, after < end)
+        return after, following
+
+    found = split_at(first, program, prefixes, line, geometry)
+    pl.when(first < end)(lambda: begin(found))
+    lax.while_loop(lambda state: state[0] < end, step, (first, found))
+    return end - first
+
+
+def split_at(place: Scalar, program: Scalar, prefixes: Lengths, line: Line, geometry: Geometry) -> PrefixSplit:
+    """The split that begins at a place in the line, in the share of `program`; any split if the line ends there."""
+    problem, place = geometry.problem, at_least(lax.min(place, line.total - 1), 0)
+    found, _ = _search(lambda after, _: place >= after.tiles_before, prefixes, geometry)
+    prefix = lax.min(found.prefix, jnp.int32(problem.num_seqs - 1))
+    seq_len = _seen(prefixes.seq_lens[prefix], geometry)
+    tiles = at_least(cdiv(seq_len, geometry.tile_tokens), 1)
+    item = lax.div(place - found.tiles_before, tiles)
+    tile = place - found.tiles_before - item * tiles
+    count = lax.min(tiles - tile, lax.min((program + 1) * line.share, line.total) - place)
+    query_tile = div(item, items_of_tile(problem))
+    first_head = (item - query_tile * items_of_tile(problem)) * heads_of_item(problem)
+    origin, index = tile * geometry.tile_tokens, found.items_before + item
+    end = lax.min(seq_len, origin + count * geometry.tile_tokens)
+    zero = jnp.int32(0)
+    split = Split(Item(index, prefix, div(first_head, problem.group)), seq_len, origin, zero, end, count, zero, index + program)
+    first_query = _aligned(prefixes.query_start_loc[prefix]) + query_tile * queries_of_tile(problem)
+    return PrefixSplit(split, first_head, first_query)
+
+
+def place_of(query: Scalar, head: Scalar, prefixes: Lengths, geometry: Geometry) -> RowPlace:
+    """Finds the partial results of a query's head."""
+    found, end = _search(lambda _, next_start: query >= next_start, prefixes, geometry)
+    problem, queries, heads = geometry.problem, queries_of_tile(geometry.problem), heads_of_item(geometry.problem)
+    prefix = lax.min(found.prefix, jnp.int32(problem.num_seqs - 1))
+    tiles = cdiv(_seen(prefixes.seq_lens[prefix], geometry), geometry.tile_tokens)
+    of_prefix = query - _aligned(prefixes.query_start_loc[prefix])
+    query_tile, part = div(of_prefix, queries), div(head, heads)
+    item = query_tile * items_of_tile(problem) + part
+    begin, share = found.tiles_before + item * tiles, _line(end.tiles_before, geometry).share
+    first, last = lax.div(begin, share), lax.div(begin + tiles - 1, share)
+    return RowPlace(
+        first=found.items_before + item + first,
+        count=jnp.where((found.prefix == prefix) & (tiles > 0), last - first + 1, 0),
+        row=(head - part * heads) * queries + of_prefix - query_tile * queries,
+    )
+
+
+def _line(total: Scalar, geometry: Geometry) -> Line:
+    """The line of so many tiles, cut into equal shares."""
+    return Line(total, at_least(cdiv(total, geometry.tuning.queues), _LEAST_TILES))
+
+
+def _search(is_later: Callable[[_Place, Scalar], Any], prefixes: Lengths, geometry: Geometry) -> tuple[_Place, _Place]:
+    """Finds the first prefix behind which nothing is later. Returns its place in the line, and the line's end.
+
+    The arguments of `is_later` are the place behind a prefix, and the first query of the next one.
+    """
+    problem = geometry.problem
+
+    def some(first, count: int, carry):
+        found, before = carry
+        lens = [prefixes.seq_lens[first + i] for i in range(count)]
+        starts = [prefixes.query_start_loc[first + i] for i in range(count + 1)]
+        for i, (seq_len, start, next_start) in enumerate(zip(lens, starts, starts[1:], strict=False)):
+            query_tiles = cdiv(next_start - _aligned(start), queries_of_tile(problem))
+            items = jnp.where(next_start > start, query_tiles * items_of_tile(problem), 0)
+            tiles = cdiv(_seen(seq_len, geometry), geometry.tile_tokens)
+            before = _Place(first + i + 1, before.tiles_before + tiles * items, before.items_before + items)
+            later = is_later(before, next_start)
+            found = _Place(*(jnp.where(later, x, y) for x, y in zip(before, found, strict=True)))
+        return found, before
+
+    whole, left_over = divmod(problem.num_seqs, _LOADS_IN_FLIGHT)
+    zero = jnp.int32(0)
+    carry = _Place(zero, zero, zero), _Place(zero, zero, zero)
+    if whole:
+        carry = lax.fori_loop(0, whole, lambda i, carry: some(i * _LOADS_IN_FLIGHT, _LOADS_IN_FLIGHT, carry), carry)
+    return some(jnp.int32(whole * _LOADS_IN_FLIGHT), left_over, carry)
+
+
+def _aligned(query: Scalar) -> Scalar:
+    """The query where the first query tile of a prefix begins: copies begin at multiples of 8 rows."""
+    return div(query, QUERY_ROWS) * QUERY_ROWS
+
+
+def _seen(seq_len: Scalar, geometry: Geometry) -> Scalar:
+    """The tokens of a prefix that its queries see."""
+    return lax.clamp(jnp.int32(0), seq_len, jnp.int32(geometry.problem.max_seq_len))

@@ -1,0 +1,107 @@
+"""The references of the kernel of shared prefixes: inputs, outputs, and the shared memory of both of its parts."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.refs import ItemPartials, Ring
+from paged_jax.kernels.mosaic_gpu.decode.shared import plan
+from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
+
+_BARRIERS = 4096  # bytes for barriers, padding, and reductions across warps
+
+
+class Parts(NamedTuple):
+    """The geometries of both parts of a call."""
+
+    own: Geometry  # decode attention to each query's own tokens
+    prefix: Geometry  # attention of up to 64 rows to the prefixes
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of all partial results of own tokens, which come before those of prefixes.
+
+        A program has two partial results of items that its queue cuts; each other item has one.
+        """
+        return (2 * self.own.tuning.queues + self.own.num_items) * self.own.columns
+
+    @property
+    def rows(self) -> int:
+        """Rows of all partial results."""
+        return self.own_rows + plan.num_partials(self.prefix) * WGMMA_ROWS
+
+
+class Inputs(NamedTuple):
+    """The arrays that the kernel reads. Sequences are the prefixes, and then one for each query's own tokens."""
+
+    query: Ref  # [num_queries, num_heads, head_size]
+    query_tiles: Ref  # the same, as decode takes it
+    key_cache: Ref
+    value_cache: Ref
+    block_tables: Ref  # [num_prefixes + num_queries, max_blocks_per_seq]
+    seq_lens: Ref  # [num_prefixes + num_queries]
+    query_start_loc: Ref  # [num_prefixes + num_queries + 1]
+    options: Any  # `OptionArrays` of references
+
+
+class Outputs(NamedTuple):
+    """The arrays that the kernel writes."""
+
+    partials: Partials  # [rows, head_size] and [rows]
+    item_partials: ItemPartials  # of own tokens
+
+
+class PrefixScratch(NamedTuple):
+    """Shared memory and barriers of the part that attends to prefixes."""
+
+    keys: Ring
+    query: Ref  # [64, head_size]: for each head of a group, its rows of a query tile
+    query_ready: Ref
+    values: Ring
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    own: of_decode.Scratch
+    prefix: PrefixScratch
+
+
+class PrefixRefs(NamedTuple):
+    """The references of the part that attends to prefixes."""
+
+    inputs_gmem: Any
+    outputs_gmem: Outputs
+    smem: PrefixScratch
+
+
+def outputs(parts: Parts) -> Outputs:
+    """The types of the arrays that the kernel writes."""
+    head_size, index = parts.own.problem.head_size, jax.ShapeDtypeStruct((parts.own.num_items,), jnp.int32)
+    out = jax.ShapeDtypeStruct((parts.rows, head_size), jnp.float32)
+    log_sums = jax.ShapeDtypeStruct((parts.rows,), jnp.float32)
+    return Outputs(Partials(out, log_sums), ItemPartials(index, index))
+
+
+def scratch(parts: Parts) -> Scratch:
+    """The shared memory and the barriers of a program."""
+    own, problem, reader = of_decode.scratch(parts.own), parts.prefix.problem, PlainTiles(parts.prefix)
+    prefix = PrefixScratch(
+        keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),)),
+        query=reader.swizzled((WGMMA_ROWS, problem.head_size), problem.query_dtype),
+        query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem)),
+        values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings()),
+    )
+    return Scratch(own._replace(out=ABSENT, partial_out=ABSENT, maxima=ABSENT, sums=ABSENT), prefix)
+
+
+def shared_memory_bytes(parts: Parts) -> int:
+    """Bytes of shared memory that a program takes."""
+    return array_bytes(scratch(parts)) + _BARRIERS
