@@ -29,8 +29,9 @@ from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
 from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
 from paged_jax.kernels.mosaic_gpu.decode.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.decode.plan import QueuedSplit, Queue
-from paged_jax.kernels.mosaic_gpu.decode.shared import plan, ptx, softmax
+from paged_jax.kernels.mosaic_gpu.decode.shared import plan, softmax
 from paged_jax.kernels.mosaic_gpu.decode.shared.plan import PrefixSplit
+from paged_jax.kernels.mosaic_gpu.decode.shared.ptx import results
 from paged_jax.kernels.mosaic_gpu.decode.shared.refs import (
     Inputs,
     Outputs,
@@ -140,7 +141,7 @@ def _store_own(queued: QueuedSplit, state: State, refs: of_decode.Refs, outputs_
     v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     for x, part in zip(out, geometry.head_slices, strict=True):
         divided = layout(x * wide(v_scale / end.divisors, x.shape[0]))
-        ptx.store_columns(partials.out, divided, place * geometry.columns, part.first)
+        results.store_columns(partials.out, divided, place * geometry.columns, part.first)
     store(partials.log_sums.at[pl.ds(place * geometry.columns, geometry.columns)], layout(end.lse_of_base_2, 0))
 
     @pl.when(split.is_first)

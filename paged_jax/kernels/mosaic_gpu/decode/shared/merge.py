@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WARPGROUP, WG
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 
-_IN_FLIGHT = 4  # partial results that a program loads at a time
+_IN_FLIGHT = 8  # partial results that a program loads at a time
 
 
 class _Inputs(NamedTuple):

@@ -64,6 +64,7 @@ class PrefixScratch(NamedTuple):
     keys: Ring
     query: Ref  # [64, head_size]: for each head of a group, its rows of a query tile
     query_ready: Ref
+    unused: Ref  # nothing is stored here (`lanes.settle`)
     values: Ring
 
 
@@ -97,6 +98,7 @@ def scratch(parts: Parts) -> Scratch:
         keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),)),
         query=reader.swizzled((WGMMA_ROWS, problem.head_size), problem.query_dtype),
         query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem)),
+        unused=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
         values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings()),
     )
     return Scratch(own._replace(out=ABSENT, partial_out=ABSENT, maxima=ABSENT, sums=ABSENT), prefix)

@@ -1,4 +1,4 @@
-"""What Pallas cannot express in the kernel of shared prefixes: a store whose rows are an array's columns."""
+"""Stores whose rows are an array's columns, which Pallas cannot express."""
 
 from typing import Any
 
