@@ -27,9 +27,9 @@ from paged_jax.kernels.mosaic_gpu.decode import kernel as decode
 from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
 from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
 from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
-from paged_jax.kernels.mosaic_gpu.decode.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.decode.plan import QueuedSplit, Queue
 from paged_jax.kernels.mosaic_gpu.decode.shared import plan, softmax
+from paged_jax.kernels.mosaic_gpu.decode.shared.load import load
 from paged_jax.kernels.mosaic_gpu.decode.shared.plan import PrefixSplit
 from paged_jax.kernels.mosaic_gpu.decode.shared.ptx import results
 from paged_jax.kernels.mosaic_gpu.decode.shared.refs import (
@@ -45,15 +45,15 @@ from paged_jax.kernels.mosaic_gpu.decode.softmax import State, summed
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
+from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps, launch
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
-_COMPUTES_OWN, _LOADS_OWN, _COMPUTES_PREFIXES, _LOADS_PREFIXES = range(4)  # indices of warpgroups
-# Registers of each thread of a warpgroup. The four of them start with 128 each; with these none is spilled.
-_REGISTERS = 128, 80, 232, 72
+_COMPUTES_OWN, _LOADS = 0, 3  # indices of warpgroups; those between attend to prefixes
+# Registers of each thread of a warpgroup. The four of them start with 128 each.
+_REGISTERS = 120, 160, 160, 72
 
 
 def attend(parts: Parts, inputs: Inputs) -> Outputs:
@@ -76,11 +76,17 @@ def _kernel(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Pa
     warpgroup = lax.axis_index("warpgroup")
     own, prefix = _own_refs(inputs_gmem, outputs_gmem, smem, parts), PrefixRefs(inputs_gmem, outputs_gmem, smem.prefix)
     prefixes = Lengths(inputs_gmem.seq_lens, inputs_gmem.query_start_loc)
-    for index, run in (
-        (_COMPUTES_OWN, lambda: _attend_to_own_tokens(own, outputs_gmem, parts.own)),
-        (_LOADS_OWN, lambda: _load_own_tokens(own, parts.own)),
-        (_COMPUTES_PREFIXES, lambda: _attend_to_prefixes(prefix, prefixes, parts)),
-        (_LOADS_PREFIXES, lambda: _load_prefixes(prefix, prefixes, parts.prefix)),
+
+    def attend_to_prefixes(half: int):
+        _attend_to_prefixes(half, prefix, prefixes, parts)
+
+    for index, run in enumerate(
+        (
+            lambda: _attend_to_own_tokens(own, outputs_gmem, parts.own),
+            lambda: attend_to_prefixes(0),
+            lambda: attend_to_prefixes(1),
+            lambda: as_warps(lambda: load(own, prefix, prefixes, parts)),
+        )
     ):
 
         @pl.when(warpgroup == index)
@@ -120,18 +126,6 @@ def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, geometry)
     decode_plan.for_each_split(attend_to_split, queue, seq_lens_gmem, geometry)
 
 
-def _load_own_tokens(refs: of_decode.Refs, geometry) -> None:
-    """The warpgroup that loads a queue of own tokens."""
-    seq_lens_gmem = refs.inputs_gmem.seq_lens
-    queue = decode_plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
-    tiles = decode_tiles.class_of(geometry.problem)(geometry)
-
-    def load(queued: QueuedSplit, tiles_before: Scalar, _: Queue):
-        load_split(queued.split, tiles_before, refs, geometry, tiles)
-
-    drain_rings(decode_plan.for_each_split(load, queue, seq_lens_gmem, geometry), refs, geometry)
-
-
 def _store_own(queued: QueuedSplit, state: State, refs: of_decode.Refs, outputs_gmem: Outputs, geometry) -> None:
     """Stores the partial result of a split, and where its item's partial results are. Whole items have places, too."""
     split, (partials, item_partials) = queued.split, outputs_gmem
@@ -153,37 +147,33 @@ def _store_own(queued: QueuedSplit, state: State, refs: of_decode.Refs, outputs_
         item_partials.last_program[split.item.index] = lax.axis_index("program")
 
 
-def _attend_to_prefixes(refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
-    """The warpgroup that attends to a share of the prefixes."""
+def _attend_to_prefixes(half: int, refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
+    """A warpgroup that attends to a share of the prefixes with half of each query tile."""
     geometry, options = parts.prefix, refs.inputs_gmem.options
-    problem = geometry.problem
+    problem, count = geometry.problem, plan.queries_of_half(geometry.problem)
+    query_smem, query_ready = refs.smem.query.at[half], refs.smem.query_ready.at[half]
 
     def attend_to_split(found: PrefixSplit, tiles_before: Scalar, following: PrefixSplit, has_more: Scalar):
         split, kv_head = found.split, found.split.item.kv_head
-        plgpu.barrier_wait(refs.smem.query_ready)
+        plgpu.barrier_wait(query_ready)
         factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, kv_head)
-        state = softmax.attend(split, tiles_before, factor, refs, geometry)
+        state = softmax.attend(split, half, tiles_before, factor, query_smem, refs, geometry)
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
         pl.when(has_more)(lambda: load_query(following))
-        out, log_sums = softmax.finished(state, cache_scale(options.v_scale, problem.v_scale, kv_head))
-        rows = pl.ds(parts.own_rows + split.partial * WGMMA_ROWS, WGMMA_ROWS)
-        store(refs.outputs_gmem.partials.out.at[rows], layout(out))
-        store(refs.outputs_gmem.partials.log_sums.at[rows], layout(log_sums, 1))
+
+        @pl.when(found.first_query + half * count < found.end_query)
+        def store_rows():
+            out, log_sums = softmax.finished(state, cache_scale(options.v_scale, problem.v_scale, kv_head))
+            first = parts.own_rows + (split.partial * plan.HALVES + half) * WGMMA_ROWS
+            rows = pl.ds(first, WGMMA_ROWS)
+            store(refs.outputs_gmem.partials.out.at[rows], layout(out))
+            store(refs.outputs_gmem.partials.log_sums.at[rows], layout(log_sums, 1))
 
     def load_query(found: PrefixSplit):
         """Copies the same rows of each head. Past the last query a copy reads zeros."""
-        count, first = plan.queries_of_tile(problem), pl.multiple_of(found.first_query, QUERY_ROWS)
+        rows = pl.ds(pl.multiple_of(found.first_query + half * count, QUERY_ROWS), count)
         for i in range(plan.heads_of_item(problem)):
-            head_gmem = refs.inputs_gmem.query.at[pl.ds(first, count), found.first_head + i]
-            plgpu.copy_gmem_to_smem(head_gmem, refs.smem.query.at[pl.ds(i * count, count)], refs.smem.query_ready)
+            head_gmem = refs.inputs_gmem.query.at[rows, found.first_head + i]
+            plgpu.copy_gmem_to_smem(head_gmem, query_smem.at[pl.ds(i * count, count)], query_ready)
 
     plan.for_each_split(attend_to_split, lax.axis_index("program"), prefixes, geometry, load_query)
-
-
-def _load_prefixes(refs: PrefixRefs, prefixes: Lengths, geometry) -> None:
-    """The warpgroup that loads a share of the prefixes."""
-
-    def load(found: PrefixSplit, tiles_before: Scalar, _: PrefixSplit, __: Scalar):
-        load_split(found.split, tiles_before, refs, geometry, PlainTiles(geometry))  # type: ignore[arg-type]
-
-    drain_rings(plan.for_each_split(load, lax.axis_index("program"), prefixes, geometry), refs, geometry)

@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WARPGROUP, WG
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 
-_IN_FLIGHT = 8  # partial results that a program loads at a time
+_IN_FLIGHT = 4  # partial results that a program loads at a time
 
 
 class _Inputs(NamedTuple):
@@ -101,6 +101,7 @@ def _rows_of(query: Scalar, first_head: Scalar, inputs_gmem: _Inputs, parts: Par
     item = query * own.items_per_seq + kv_head
     first, last = inputs_gmem.item_partials.first[item], inputs_gmem.item_partials.last_program[item]
     num_own = at_least(decode_plan.num_queued_splits(last, first), 1)  # a whole item has one
+    of_half = plan.queries_of_half(own.problem)
     place = plan.place_of(query, first_head, inputs_gmem.prefixes, parts.prefix)
 
     def row_of(number, i):
@@ -108,7 +109,7 @@ def _rows_of(query: Scalar, first_head: Scalar, inputs_gmem: _Inputs, parts: Par
         copy = div(of_group, own.heads_per_copy)
         column = copy * QUERY_ROWS + of_group - copy * own.heads_per_copy
         of_own = decode_plan.partial_of(first, number, own) * own.columns + column
-        of_prefix = (place.first + number - num_own) * WGMMA_ROWS + place.row + i * plan.queries_of_tile(own.problem)
+        of_prefix = (place.first + number - num_own) * plan.HALVES * WGMMA_ROWS + place.row + i * of_half
         return jnp.where(number < num_own, of_own, parts.own_rows + of_prefix)
 
     return row_of, num_own + place.count

@@ -19,11 +19,12 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.plan import Item, Split
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.problem import Problem
 
+HALVES = 2  # of an item: one for each warpgroup that attends to prefixes
 _LEAST_TILES = 4  # of a share; a smaller one takes less time than its partial result
 _LOADS_IN_FLIGHT = 8
 
@@ -33,9 +34,14 @@ def heads_of_item(problem: Problem) -> int:
     return max(n for n in range(1, WGMMA_ROWS // QUERY_ROWS + 1) if problem.group % n == 0)
 
 
-def queries_of_tile(problem: Problem) -> int:
-    """Queries of an item: as many as fit into the rows of a product. A copy takes a multiple of 8 of each head."""
+def queries_of_half(problem: Problem) -> int:
+    """Queries of half an item: as many as fit into the rows of a product. A copy takes a multiple of 8 of each head."""
     return WGMMA_ROWS // heads_of_item(problem) // QUERY_ROWS * QUERY_ROWS
+
+
+def queries_of_tile(problem: Problem) -> int:
+    """Queries of an item; each of two warpgroups has half of them."""
+    return HALVES * queries_of_half(problem)
 
 
 def items_of_tile(problem: Problem) -> int:
@@ -60,6 +66,7 @@ class PrefixSplit(NamedTuple):
     split: Split
     first_head: Scalar
     first_query: Scalar  # of its query tile, a multiple of 8
+    end_query: Scalar  # the first query that is not the prefix's
 
 
 class Line(NamedTuple):
@@ -91,6 +98,12 @@ def line_of(prefixes: Lengths, geometry: Geometry) -> Line:
     return _line(end.tiles_before, geometry)
 
 
+def share_of(program: Scalar, line: Line) -> tuple[Scalar, Scalar]:
+    """The place where a program's share begins, and the one where it ends."""
+    first = lax.min(program * line.share, line.total)
+    return first, lax.min(first + line.share, line.total)
+
+
 def for_each_split(
     do: Callable[[PrefixSplit, Scalar, PrefixSplit, Scalar], Any],
     program: Scalar,
@@ -103,8 +116,7 @@ def for_each_split(
     `begin` is called with the first split, before all. Returns the number of tiles of all splits.
     """
     line = line_of(prefixes, geometry)
-    first = lax.min(program * line.share, line.total)
-    end = lax.min(first + line.share, line.total)
+    first, end = share_of(program, line)
 
     def step(state):
         place, found = state
@@ -136,24 +148,26 @@ def split_at(place: Scalar, program: Scalar, prefixes: Lengths, line: Line, geom
     zero = jnp.int32(0)
     split = Split(Item(index, prefix, div(first_head, problem.group)), seq_len, origin, zero, end, count, zero, index + program)
     first_query = _aligned(prefixes.query_start_loc[prefix]) + query_tile * queries_of_tile(problem)
-    return PrefixSplit(split, first_head, first_query)
+    return PrefixSplit(split, first_head, first_query, prefixes.query_start_loc[prefix + 1])
 
 
 def place_of(query: Scalar, head: Scalar, prefixes: Lengths, geometry: Geometry) -> RowPlace:
     """Finds the partial results of a query's head."""
     found, end = _search(lambda _, next_start: query >= next_start, prefixes, geometry)
-    problem, queries, heads = geometry.problem, queries_of_tile(geometry.problem), heads_of_item(geometry.problem)
+    problem, heads = geometry.problem, heads_of_item(geometry.problem)
+    queries, of_half = queries_of_tile(problem), queries_of_half(problem)
     prefix = lax.min(found.prefix, jnp.int32(problem.num_seqs - 1))
     tiles = cdiv(_seen(prefixes.seq_lens[prefix], geometry), geometry.tile_tokens)
     of_prefix = query - _aligned(prefixes.query_start_loc[prefix])
     query_tile, part = div(of_prefix, queries), div(head, heads)
+    half = div(of_prefix - query_tile * queries, of_half)
     item = query_tile * items_of_tile(problem) + part
     begin, share = found.tiles_before + item * tiles, _line(end.tiles_before, geometry).share
     first, last = lax.div(begin, share), lax.div(begin + tiles - 1, share)
     return RowPlace(
         first=found.items_before + item + first,
         count=jnp.where((found.prefix == prefix) & (tiles > 0), last - first + 1, 0),
-        row=(head - part * heads) * queries + of_prefix - query_tile * queries,
+        row=half * (WGMMA_ROWS - of_half) + (head - part * heads) * of_half + of_prefix - query_tile * queries,
     )
 
 
@@ -197,4 +211,4 @@ def _aligned(query: Scalar) -> Scalar:
 
 def _seen(seq_len: Scalar, geometry: Geometry) -> Scalar:
     """The tokens of a prefix that its queries see."""
-    return lax.clamp(jnp.int32(0), seq_len, jnp.int32(geometry.problem.max_seq_len))
+    return at_most(at_least(seq_len, 0), geometry.problem.max_seq_len)

@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of all partial results."""
-        return self.own_rows + plan.num_partials(self.prefix) * WGMMA_ROWS
+        return self.own_rows + plan.num_partials(self.prefix) * plan.HALVES * WGMMA_ROWS
 
 
 class Inputs(NamedTuple):
@@ -62,10 +62,11 @@ class PrefixScratch(NamedTuple):
     """Shared memory and barriers of the part that attends to prefixes."""
 
     keys: Ring
-    query: Ref  # [64, head_size]: for each head of a group, its rows of a query tile
-    query_ready: Ref
+    query: Ref  # [halves, 64, head_size]: for each head of an item, its rows of half a query tile
+    query_ready: Ref  # a barrier for each half
     unused: Ref  # nothing is stored here (`lanes.settle`)
     values: Ring
+    zeroed: Ref  # barrier: half 0 has zeroed what a tile has behind its prefix
 
 
 class Scratch(NamedTuple):
@@ -94,12 +95,14 @@ def outputs(parts: Parts) -> Outputs:
 def scratch(parts: Parts) -> Scratch:
     """The shared memory and the barriers of a program."""
     own, problem, reader = of_decode.scratch(parts.own), parts.prefix.problem, PlainTiles(parts.prefix)
+    consumed = plgpu.Barrier(num_arrivals=plan.HALVES, num_barriers=parts.prefix.tuning.stages)
     prefix = PrefixScratch(
-        keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),)),
-        query=reader.swizzled((WGMMA_ROWS, problem.head_size), problem.query_dtype),
-        query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem)),
+        keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),))._replace(consumed=consumed),
+        query=reader.swizzled((plan.HALVES, WGMMA_ROWS, problem.head_size), problem.query_dtype),
+        query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem), num_barriers=plan.HALVES),
         unused=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
-        values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings()),
+        values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings())._replace(consumed=consumed),
+        zeroed=plgpu.Barrier(),
     )
     return Scratch(own._replace(out=ABSENT, partial_out=ABSENT, maxima=ABSENT, sums=ABSENT), prefix)
 

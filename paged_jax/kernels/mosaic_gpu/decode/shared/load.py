@@ -1,0 +1,116 @@
+"""The loading warpgroup: two of its warps copy tiles of own tokens, the other two those of prefixes.
+
+A warp goes from tile to tile, also from an item's last tile to the next item's first one. So it reads the next tile's
+row of the block table while it waits for a stage, and memory is never idle between two items.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
+from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.load import copy_runs, drain_rings, sources_of
+from paged_jax.kernels.mosaic_gpu.decode.shared import plan
+from paged_jax.kernels.mosaic_gpu.decode.shared.refs import Parts, PrefixRefs
+from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
+
+_WARPS = 2  # of each part
+
+
+class _Tile(NamedTuple):
+    """The next tile of a part, and what follows it."""
+
+    seq: Scalar
+    kv_head: Scalar
+    tile: Scalar  # of its sequence
+    seq_len: Scalar
+    other: Any  # the part's own state
+
+
+def load(own: of_decode.Refs, prefix: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
+    """Loads the program's share of one part; each warp has half of the runs of its part's tiles."""
+    warp = lax.axis_index("warp")
+    pl.when(warp < _WARPS)(lambda: _load_own_tokens(warp, own, parts.own))
+    pl.when(warp >= _WARPS)(lambda: _load_prefixes(warp - _WARPS, prefix, prefixes, parts.prefix))
+
+
+def _load_own_tokens(warp: Scalar, refs: of_decode.Refs, geometry: Geometry) -> None:
+    """Loads a queue of own tokens."""
+    lens_gmem, last_seq = refs.inputs_gmem.seq_lens, jnp.int32(geometry.problem.num_seqs - 1)
+
+    def len_of(seq):
+        return _seen(lens_gmem[lax.min(seq, last_seq)], geometry)
+
+    def following(tile: _Tile) -> _Tile:
+        item_ends = tile.tile + 1 >= cdiv(tile.seq_len, geometry.tile_tokens)
+        seq_ends = item_ends & (tile.kv_head + 1 == geometry.items_per_seq)
+        seq = tile.seq + seq_ends.astype(jnp.int32)
+        kv_head = jnp.where(seq_ends, 0, tile.kv_head + item_ends.astype(jnp.int32))
+        seq_len = jnp.where(seq_ends, tile.other, tile.seq_len)
+        return _Tile(seq, kv_head, jnp.where(item_ends, 0, tile.tile + 1), seq_len, len_of(seq + 1))
+
+    queue = decode_plan.queue_of(lens_gmem, lax.axis_index("program"), geometry)
+    first = _Tile(queue.seq, queue.kv_head, queue.tile, len_of(queue.seq), len_of(queue.seq + 1))
+    _load_tiles(warp, queue.tiles_left, first, following, refs, geometry)
+
+
+def _load_prefixes(warp: Scalar, refs: PrefixRefs, prefixes: Lengths, geometry: Geometry) -> None:
+    """Loads a share of the prefixes."""
+    program, line = lax.axis_index("program"), plan.line_of(prefixes, geometry)
+    place, end = plan.share_of(program, line)
+
+    def tile_at(place: Scalar) -> _Tile:
+        split = plan.split_at(place, program, prefixes, line, geometry).split
+        tile = lax.div(split.origin, jnp.int32(geometry.tile_tokens))
+        return _Tile(split.item.seq, split.item.kv_head, tile, split.seq_len, place)
+
+    def following(tile: _Tile) -> _Tile:
+        place, next_tile = tile.other + 1, tile.tile + 1
+        same = _Tile(tile.seq, tile.kv_head, next_tile, tile.seq_len, place)
+        item_ends = next_tile * geometry.tile_tokens >= tile.seq_len
+        return lax.cond(item_ends, lambda: tile_at(place), lambda: same)
+
+    _load_tiles(warp, end - place, tile_at(place), following, refs, geometry)
+
+
+def _load_tiles(
+    warp: Scalar, count: Scalar, first: _Tile, following: Callable[[_Tile], _Tile], refs: Any, geometry: Geometry
+) -> None:
+    """Loads a warp's runs of `count` tiles, and waits until all of them are read. An empty sequence's tile is none."""
+    size, tiles = geometry.run_tokens, PlainTiles(geometry)
+
+    def load_runs(runs: Sequence[Scalar]):
+        def sources(tile: _Tile):
+            last = at_least(lax.div(tile.seq_len - 1, jnp.int32(size)) * size, 0)
+            first_token = tile.tile * geometry.tile_tokens
+            seq = at_most(tile.seq, geometry.problem.num_seqs - 1)
+            return sources_of(runs, seq, first_token, last, tile.seq_len > 0, refs, geometry)
+
+        def load_tile(_, carry):
+            tile, own_sources, number = carry
+            after = following(tile)
+            next_sources = sources(after)  # these loads overlap with the wait for a stage
+            is_there = tile.seq_len > 0
+            pl.when(is_there)(lambda: copy_runs(runs, own_sources, tile.kv_head, number, refs, geometry, tiles))
+            return after, next_sources, number + is_there.astype(jnp.int32)
+
+        _, _, number = lax.fori_loop(0, count, load_tile, (first, sources(first), jnp.int32(0)))
+        drain_rings(number, refs, geometry)
+
+    own, rest = divmod(geometry.runs_per_tile, _WARPS)
+    if rest:  # one warp loads all of them
+        pl.when(warp == 0)(lambda: load_runs(list(range(geometry.runs_per_tile))))
+    else:
+        load_runs([warp * own + i for i in range(own)])
+
+
+def _seen(seq_len: Scalar, geometry: Geometry) -> Scalar:
+    """The tokens of a sequence that its query sees."""
+    return at_most(at_least(seq_len, 0), geometry.problem.max_seq_len)
