@@ -45,7 +45,7 @@ def load_runs(
 
     def sources_of_tile(tile):
         first = split.origin + tile * geometry.tile_tokens
-        return sources_of(runs, split.item.seq, first, last, split.end > 0, refs, geometry)
+        return sources_of(runs, split.item.seq, first, last, split.end, refs, geometry)
 
     def load_tile(i, sources):
         next_sources = sources_of_tile(i + 1)  # these loads overlap with the wait for a stage
@@ -60,18 +60,18 @@ def sources_of(
     seq: Scalar,
     first: Scalar,
     last: Scalar,
-    has_blocks: Scalar,
+    end: Scalar,
     refs: Refs,
     geometry: Geometry,
 ) -> tuple[tuple[Scalar, Scalar], ...]:
     """The block of each run of the tile that begins at token `first`, and the run's offset in it.
 
-    From token `last` on, the last run repeats, and is masked.
+    From token `last` on, the last run repeats, and is masked. If `end` is 0, there is no block.
     """
     block_size = jnp.int32(geometry.problem.block_size)
     tokens = [lax.min(first + run * geometry.run_tokens, last) for run in runs]
     blocks = [refs.inputs_gmem.block_tables[seq, lax.div(token, block_size)] for token in tokens]
-    blocks = [jnp.where(has_blocks, block, 0) for block in blocks]
+    blocks = [jnp.where(end > 0, block, 0) for block in blocks]
     return tuple((block, lax.rem(token, block_size)) for block, token in zip(blocks, tokens, strict=True))
 
 

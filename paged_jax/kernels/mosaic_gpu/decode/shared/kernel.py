@@ -53,7 +53,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
 _COMPUTES_OWN, _LOADS = 0, 3  # indices of warpgroups; those between attend to prefixes
 # Registers of each thread of a warpgroup. The four of them start with 128 each.
-_REGISTERS = 120, 160, 160, 72
+_REGISTERS = 96, 168, 168, 80
 
 
 def attend(parts: Parts, inputs: Inputs) -> Outputs:

@@ -91,7 +91,7 @@ def _load_tiles(
             last = at_least(lax.div(tile.seq_len - 1, jnp.int32(size)) * size, 0)
             first_token = tile.tile * geometry.tile_tokens
             seq = at_most(tile.seq, geometry.problem.num_seqs - 1)
-            return sources_of(runs, seq, first_token, last, tile.seq_len > 0, refs, geometry)
+            return sources_of(runs, seq, first_token, last, tile.seq_len, refs, geometry)
 
         def load_tile(_, carry):
             tile, own_sources, number = carry
