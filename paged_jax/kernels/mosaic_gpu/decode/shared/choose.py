@@ -4,7 +4,7 @@ import dataclasses
 
 from paged_jax.kernels.mosaic_gpu.decode import choose as decode
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.decode.shared.plan import queries_of_tile
+from paged_jax.kernels.mosaic_gpu.decode.shared.plan import lines
 from paged_jax.kernels.mosaic_gpu.decode.shared.refs import Parts, shared_memory_bytes
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
 from paged_jax.kernels.mosaic_gpu.hopper.limits import PROGRAM_MEMORY, WARPGROUP
@@ -22,12 +22,13 @@ def tune(problem: Problem, gpu: Device) -> Parts:
       Unsupported: the kernel cannot do what the problem asks for.
     """
     check(refusals(problem, gpu))
-    queries = problem.num_queries
+    queries, programs = problem.num_queries, gpu.num_multiprocessors
     own = dataclasses.replace(problem, num_seqs=queries, num_tokens=queries, copies=1, max_query_len=1, causal=True)
     prefixes = dataclasses.replace(own, num_seqs=problem.num_seqs - queries)
     for stages in range(_MOST_STAGES, 1, -1):
-        tuning = Tuning(queues=gpu.num_multiprocessors, splits=0, merge=Merge.KERNEL, programs=1, tile=_TILE, stages=stages)
-        parts = Parts(Geometry(own, tuning), Geometry(prefixes, tuning))
+        tuning = Tuning(queues=programs, splits=0, merge=Merge.KERNEL, programs=1, tile=_TILE, stages=stages)
+        of_line = dataclasses.replace(tuning, queues=max(1, programs // lines(problem)), stages=2)
+        parts = Parts(Geometry(own, tuning), Geometry(prefixes, of_line), max(programs, lines(problem)))
         if shared_memory_bytes(parts) <= PROGRAM_MEMORY:
             return parts
     raise Unsupported(NAME, [f"has no tiling that fits in shared memory for {problem}"])

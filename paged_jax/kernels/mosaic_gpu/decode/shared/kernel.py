@@ -27,7 +27,7 @@ from paged_jax.kernels.mosaic_gpu.decode import kernel as decode
 from paged_jax.kernels.mosaic_gpu.decode import plan as decode_plan
 from paged_jax.kernels.mosaic_gpu.decode import refs as of_decode
 from paged_jax.kernels.mosaic_gpu.decode import tiles as decode_tiles
-from paged_jax.kernels.mosaic_gpu.decode.plan import QueuedSplit, Queue
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueuedSplit, Queue
 from paged_jax.kernels.mosaic_gpu.decode.shared import plan, softmax
 from paged_jax.kernels.mosaic_gpu.decode.shared.load import load
 from paged_jax.kernels.mosaic_gpu.decode.shared.plan import PrefixSplit
@@ -66,7 +66,7 @@ def attend(parts: Parts, inputs: Inputs) -> Outputs:
         scratch(parts),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         num_threads=4,
-        grid=(parts.prefix.tuning.queues,),
+        grid=(parts.num_programs,),
         grid_names=("program",),
         kernel_name=f"shared_hd{problem.head_size}_g{problem.group}",
     )
@@ -82,7 +82,7 @@ def _kernel(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Pa
 
     for index, run in enumerate(
         (
-            lambda: _attend_to_own_tokens(own, outputs_gmem, parts.own),
+            lambda: _attend_to_own_tokens(own, outputs_gmem, parts),
             lambda: attend_to_prefixes(0),
             lambda: attend_to_prefixes(1),
             lambda: as_warps(lambda: load(own, prefix, prefixes, parts)),
@@ -110,41 +110,50 @@ def _own_refs(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: 
     return of_decode.Refs(inputs, outputs_gmem, smem.own)
 
 
-def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, geometry) -> None:
-    """The warpgroup that attends to a queue of own tokens."""
-    seq_lens_gmem = refs.inputs_gmem.seq_lens
-    queue = decode_plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
+def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, parts: Parts) -> None:
+    """The warpgroup that attends to a share of own tokens."""
+    geometry, line, seq_lens_gmem = parts.own, parts.own_line, refs.inputs_gmem.seq_lens
+    share, kv_head = plan.own_share(parts.own.problem)
     tiles = decode_tiles.class_of(geometry.problem)(geometry)
 
+    def load_query(queue: Queue):
+        decode.load_query(queue._replace(kv_head=kv_head), refs, geometry)
+
     def attend_to_split(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
-        _, state = decode.attend_split(queued.split, tiles_before, refs, geometry, tiles)
+        seq = queued.split.item.seq
+        split = queued.split._replace(item=Item(seq * geometry.items_per_seq + kv_head, seq, kv_head))
+        _, state = decode.attend_split(split, tiles_before, refs, geometry, tiles)
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
-        pl.when(left.has_more)(lambda: decode.load_query(left, refs, geometry))
-        _store_own(queued, state, refs, outputs_gmem, geometry)
+        pl.when(left.has_more)(lambda: load_query(left))
+        _store_own(queued._replace(split=split), share, state, refs, outputs_gmem, parts)
 
-    pl.when(queue.has_more)(lambda: decode.load_query(queue, refs, geometry))
-    decode_plan.for_each_split(attend_to_split, queue, seq_lens_gmem, geometry)
+    queue = decode_plan.queue_of(seq_lens_gmem, share, line)
+    pl.when(queue.has_more)(lambda: load_query(queue))
+    decode_plan.for_each_split(attend_to_split, queue, seq_lens_gmem, line)
 
 
-def _store_own(queued: QueuedSplit, state: State, refs: of_decode.Refs, outputs_gmem: Outputs, geometry) -> None:
+def _store_own(
+    queued: QueuedSplit, share: Scalar, state: State, refs: of_decode.Refs, outputs_gmem: Outputs, parts: Parts
+) -> None:
     """Stores the partial result of a split, and where its item's partial results are. Whole items have places, too."""
-    split, (partials, item_partials) = queued.split, outputs_gmem
-    place = jnp.where(queued.is_whole, 2 * geometry.tuning.queues + split.item.index, split.partial)
+    geometry, split, (partials, item_partials) = parts.own, queued.split, outputs_gmem
+    of_line = jnp.where(queued.is_whole, 2 * parts.own_line.tuning.queues + split.item.seq, split.partial)
+    first_row = (of_line * geometry.items_per_seq + split.item.kv_head) * geometry.columns
     out, maxima, sums = summed(state, geometry)
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
     v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     for x, part in zip(out, geometry.head_slices, strict=True):
         divided = layout(x * wide(v_scale / end.divisors, x.shape[0]))
-        results.store_columns(partials.out, divided, place * geometry.columns, part.first)
-    store(partials.log_sums.at[pl.ds(place * geometry.columns, geometry.columns)], layout(end.lse_of_base_2, 0))
+        results.store_columns(partials.out, divided, first_row, part.first)
+    store(partials.log_sums.at[pl.ds(first_row, geometry.columns)], layout(end.lse_of_base_2, 0))
 
     @pl.when(split.is_first)
     def store_first():
-        item_partials.first[split.item.index] = place
+        item_partials.first[split.item.index] = of_line
 
     @pl.when(queued.is_last)
     def store_last():
-        item_partials.last_program[split.item.index] = lax.axis_index("program")
+        item_partials.last_program[split.item.index] = share
 
 
 def _attend_to_prefixes(half: int, refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:

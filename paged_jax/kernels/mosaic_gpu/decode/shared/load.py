@@ -31,40 +31,39 @@ class _Tile(NamedTuple):
     kv_head: Scalar
     tile: Scalar  # of its sequence
     seq_len: Scalar
-    other: Any  # the part's own state
+    other: Any  # the next sequence's length, or the place in a line of prefixes
 
 
 def load(own: of_decode.Refs, prefix: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
     """Loads the program's share of one part; each warp has half of the runs of its part's tiles."""
     warp = lax.axis_index("warp")
-    pl.when(warp < _WARPS)(lambda: _load_own_tokens(warp, own, parts.own))
+    pl.when(warp < _WARPS)(lambda: _load_own_tokens(warp, own, parts))
     pl.when(warp >= _WARPS)(lambda: _load_prefixes(warp - _WARPS, prefix, prefixes, parts.prefix))
 
 
-def _load_own_tokens(warp: Scalar, refs: of_decode.Refs, geometry: Geometry) -> None:
-    """Loads a queue of own tokens."""
-    lens_gmem, last_seq = refs.inputs_gmem.seq_lens, jnp.int32(geometry.problem.num_seqs - 1)
+def _load_own_tokens(warp: Scalar, refs: of_decode.Refs, parts: Parts) -> None:
+    """Loads a share of own tokens."""
+    lens_gmem, geometry = refs.inputs_gmem.seq_lens, parts.own
+    share, kv_head = plan.own_share(geometry.problem)
 
     def len_of(seq):
-        return _seen(lens_gmem[lax.min(seq, last_seq)], geometry)
+        return _seen(lens_gmem[at_most(seq, geometry.problem.num_seqs - 1)], geometry)
 
     def following(tile: _Tile) -> _Tile:
-        item_ends = tile.tile + 1 >= cdiv(tile.seq_len, geometry.tile_tokens)
-        seq_ends = item_ends & (tile.kv_head + 1 == geometry.items_per_seq)
-        seq = tile.seq + seq_ends.astype(jnp.int32)
-        kv_head = jnp.where(seq_ends, 0, tile.kv_head + item_ends.astype(jnp.int32))
-        seq_len = jnp.where(seq_ends, tile.other, tile.seq_len)
-        return _Tile(seq, kv_head, jnp.where(item_ends, 0, tile.tile + 1), seq_len, len_of(seq + 1))
+        ends = tile.tile + 1 >= cdiv(tile.seq_len, geometry.tile_tokens)
+        seq = tile.seq + ends.astype(jnp.int32)
+        seq_len = jnp.where(ends, tile.other, tile.seq_len)
+        return _Tile(seq, kv_head, jnp.where(ends, 0, tile.tile + 1), seq_len, len_of(seq + 1))
 
-    queue = decode_plan.queue_of(lens_gmem, lax.axis_index("program"), geometry)
-    first = _Tile(queue.seq, queue.kv_head, queue.tile, len_of(queue.seq), len_of(queue.seq + 1))
+    queue = decode_plan.queue_of(lens_gmem, share, parts.own_line)
+    first = _Tile(queue.seq, kv_head, queue.tile, len_of(queue.seq), len_of(queue.seq + 1))
     _load_tiles(warp, queue.tiles_left, first, following, refs, geometry)
 
 
 def _load_prefixes(warp: Scalar, refs: PrefixRefs, prefixes: Lengths, geometry: Geometry) -> None:
     """Loads a share of the prefixes."""
     program, line = lax.axis_index("program"), plan.line_of(prefixes, geometry)
-    place, end = plan.share_of(program, line)
+    place, end = plan.share_of(program, line, geometry)
 
     def tile_at(place: Scalar) -> _Tile:
         split = plan.split_at(place, program, prefixes, line, geometry).split

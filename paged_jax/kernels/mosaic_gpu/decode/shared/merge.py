@@ -57,7 +57,7 @@ def merge(parts: Parts, written: Outputs, prefixes: Lengths, sinks: Array) -> tu
             jax.ShapeDtypeStruct((rows, problem.head_size), jnp.dtype(problem.query_dtype)),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
-        grid=(problem.num_tokens, plan.items_of_tile(problem)),
+        grid=(problem.num_tokens, plan.lines(problem)),
         grid_names=("query", "part"),
         kernel_name="shared_merge",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -108,8 +108,10 @@ def _rows_of(query: Scalar, first_head: Scalar, inputs_gmem: _Inputs, parts: Par
         of_group = first_head - kv_head * group + i
         copy = div(of_group, own.heads_per_copy)
         column = copy * QUERY_ROWS + of_group - copy * own.heads_per_copy
-        of_own = decode_plan.partial_of(first, number, own) * own.columns + column
-        of_prefix = (place.first + number - num_own) * plan.HALVES * WGMMA_ROWS + place.row + i * of_half
+        of_line = decode_plan.partial_of(first, number, parts.own_line)
+        of_own = (of_line * own.items_per_seq + kv_head) * own.columns + column
+        partial = place.first + (number - num_own) * plan.lines(own.problem)
+        of_prefix = partial * plan.HALVES * WGMMA_ROWS + place.row + i * of_half
         return jnp.where(number < num_own, of_own, parts.own_rows + of_prefix)
 
     return row_of, num_own + place.count

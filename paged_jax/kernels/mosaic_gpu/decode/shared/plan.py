@@ -1,13 +1,23 @@
-"""Assigns tiles of shared prefixes to programs.
+"""Assigns tiles of own tokens and of shared prefixes to programs.
 
-The queries of a prefix are cut into tiles of `queries_of_tile`. A work item is such a tile with `heads_of_item` heads of
-one kv head's group. The tiles of K and V of all items lie in one line, by prefix, query tile and head. Each program has an
-equal share of the line; it attends to its share split by split, as decode attends to its queues. So programs read the
-same K and V for different query tiles at about the same time, and find them in L2.
+Tokens of all heads are neighbours in a block, and memory is fastest if neighbours are read at about the same time. So
+each head has a line of tiles, and programs at the same place of different heads' lines run side by side:
+
+    program          0       1       2       3       4       5     ...
+    head, share    0, 0    1, 0    0, 1    1, 1    0, 2    1, 2           of two heads
+    line of a head   |--- sequence 0 ---|-- 1 --|------- 2 -------|
+    its shares       |    0    |    1    |    2    |    3    |    4
+
+*Own tokens.* A line has the tiles of all sequences, and its shares are decode's queues.
+
+*Prefixes.* The queries of a prefix are cut into tiles of `queries_of_tile`. A work item is such a tile with
+`heads_of_item` heads of one kv head's group. A line has the tiles of K and V of all items of these heads, by prefix and
+query tile. A program attends to its share split by split. So programs read the same K and V for different query tiles
+at about the same time, and find them in L2.
 
     items    |------ 0 ------|------ 1 ------|- 2 -|- 3 -|
     shares   |    0    |    1    |    2    |    3    |
-    splits   |    0    | 1 |  2  |    3    |.4.|.5.| ...     split number = item + share
+    splits   |    0    | 1 |  2  |    3    | 4 | 5 |  ...    split number = item + share
 """
 
 from collections.abc import Callable
@@ -44,20 +54,22 @@ def queries_of_tile(problem: Problem) -> int:
     return HALVES * queries_of_half(problem)
 
 
-def items_of_tile(problem: Problem) -> int:
-    """Items of a query tile."""
+def lines(problem: Problem) -> int:
+    """The number of lines of prefixes: items of a query tile."""
     return problem.num_heads // heads_of_item(problem)
 
 
-def num_items(geometry: Geometry) -> int:
-    """An upper bound of the number of items: a prefix has up to two query tiles that are not full."""
+def own_share(problem: Problem) -> tuple[Scalar, Scalar]:
+    """This program's share of own tokens, and its kv head."""
+    program = lax.axis_index("program")
+    share = div(program, problem.num_kv_heads)
+    return share, program - share * problem.num_kv_heads
+
+
+def num_splits(geometry: Geometry) -> int:
+    """An upper bound of the splits of a line. A prefix has up to two query tiles that are not full."""
     problem = geometry.problem
-    return (2 * problem.num_seqs + problem.num_tokens // queries_of_tile(problem)) * items_of_tile(problem)
-
-
-def num_partials(geometry: Geometry) -> int:
-    """An upper bound of the number of splits, each of which leaves a partial result."""
-    return num_items(geometry) + geometry.tuning.queues
+    return 2 * problem.num_seqs + problem.num_tokens // queries_of_tile(problem) + geometry.tuning.queues
 
 
 class PrefixSplit(NamedTuple):
@@ -70,7 +82,7 @@ class PrefixSplit(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The line of all items' tiles."""
+    """A line of prefixes; all heads have equal ones."""
 
     total: Scalar  # its tiles
     share: Scalar  # tiles of a program's share
@@ -79,7 +91,7 @@ class Line(NamedTuple):
 class RowPlace(NamedTuple):
     """Where the partial results of a query's head are."""
 
-    first: Scalar  # the number of the first split of the query's item
+    first: Scalar  # the index of the first one; the others follow, each `lines` further
     count: Scalar  # the item's splits; 0 if the query has no prefix with tokens
     row: Scalar  # the row of the head in each of them
 
@@ -94,13 +106,13 @@ class _Place(NamedTuple):
 
 def line_of(prefixes: Lengths, geometry: Geometry) -> Line:
     """Measures the line."""
-    _, end = _search(lambda after, _: False, prefixes, geometry)
+    _, end = _search(lambda _, __: False, prefixes, geometry)
     return _line(end.tiles_before, geometry)
 
 
-def share_of(program: Scalar, line: Line) -> tuple[Scalar, Scalar]:
-    """The place where a program's share begins, and the one where it ends."""
-    first = lax.min(program * line.share, line.total)
+def share_of(program: Scalar, line: Line, geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The place where a program's share begins, and the one where it ends. Programs behind all shares have none."""
+    first = lax.min(div(program, lines(geometry.problem)) * line.share, line.total)
     return first, lax.min(first + line.share, line.total)
 
 
@@ -116,7 +128,7 @@ def for_each_split(
     `begin` is called with the first split, before all. Returns the number of tiles of all splits.
     """
     line = line_of(prefixes, geometry)
-    first, end = share_of(program, line)
+    first, end = share_of(program, line, geometry)
 
     def step(state):
         place, found = state
@@ -138,15 +150,17 @@ def split_at(place: Scalar, program: Scalar, prefixes: Lengths, line: Line, geom
     prefix = lax.min(found.prefix, jnp.int32(problem.num_seqs - 1))
     seq_len = _seen(prefixes.seq_lens[prefix], geometry)
     tiles = at_least(cdiv(seq_len, geometry.tile_tokens), 1)
-    item = lax.div(place - found.tiles_before, tiles)
-    tile = place - found.tiles_before - item * tiles
-    count = lax.min(tiles - tile, lax.min((program + 1) * line.share, line.total) - place)
-    query_tile = div(item, items_of_tile(problem))
-    first_head = (item - query_tile * items_of_tile(problem)) * heads_of_item(problem)
-    origin, index = tile * geometry.tile_tokens, found.items_before + item
+    query_tile = lax.div(place - found.tiles_before, tiles)
+    tile = place - found.tiles_before - query_tile * tiles
+    share = div(program, lines(problem))
+    head = program - share * lines(problem)
+    first_head = head * heads_of_item(problem)
+    count = lax.min(tiles - tile, lax.min((share + 1) * line.share, line.total) - place)
+    origin, number = tile * geometry.tile_tokens, found.items_before + query_tile + share
     end = lax.min(seq_len, origin + count * geometry.tile_tokens)
     zero = jnp.int32(0)
-    split = Split(Item(index, prefix, div(first_head, problem.group)), seq_len, origin, zero, end, count, zero, index + program)
+    item = Item(zero, prefix, div(first_head, problem.group))
+    split = Split(item, seq_len, origin, zero, end, count, zero, number * lines(problem) + head)
     first_query = _aligned(prefixes.query_start_loc[prefix]) + query_tile * queries_of_tile(problem)
     return PrefixSplit(split, first_head, first_query, prefixes.query_start_loc[prefix + 1])
 
@@ -161,11 +175,10 @@ def place_of(query: Scalar, head: Scalar, prefixes: Lengths, geometry: Geometry)
     of_prefix = query - _aligned(prefixes.query_start_loc[prefix])
     query_tile, part = div(of_prefix, queries), div(head, heads)
     half = div(of_prefix - query_tile * queries, of_half)
-    item = query_tile * items_of_tile(problem) + part
-    begin, share = found.tiles_before + item * tiles, _line(end.tiles_before, geometry).share
+    begin, share = found.tiles_before + query_tile * tiles, _line(end.tiles_before, geometry).share
     first, last = lax.div(begin, share), lax.div(begin + tiles - 1, share)
     return RowPlace(
-        first=found.items_before + item + first,
+        first=(found.items_before + query_tile + first) * lines(problem) + part,
         count=jnp.where((found.prefix == prefix) & (tiles > 0), last - first + 1, 0),
         row=half * (WGMMA_ROWS - of_half) + (head - part * heads) * of_half + of_prefix - query_tile * queries,
     )
@@ -189,7 +202,7 @@ def _search(is_later: Callable[[_Place, Scalar], Any], prefixes: Lengths, geomet
         starts = [prefixes.query_start_loc[first + i] for i in range(count + 1)]
         for i, (seq_len, start, next_start) in enumerate(zip(lens, starts, starts[1:], strict=False)):
             query_tiles = cdiv(next_start - _aligned(start), queries_of_tile(problem))
-            items = jnp.where(next_start > start, query_tiles * items_of_tile(problem), 0)
+            items = jnp.where(next_start > start, query_tiles, 0)
             tiles = cdiv(_seen(seq_len, geometry), geometry.tile_tokens)
             before = _Place(first + i + 1, before.tiles_before + tiles * items, before.items_before + items)
             later = is_later(before, next_start)

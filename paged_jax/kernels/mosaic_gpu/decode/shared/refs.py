@@ -1,5 +1,6 @@
 """The references of the kernel of shared prefixes: inputs, outputs, and the shared memory of both of its parts."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -22,20 +23,31 @@ class Parts(NamedTuple):
     """The geometries of both parts of a call."""
 
     own: Geometry  # decode attention to each query's own tokens
-    prefix: Geometry  # attention of up to 64 rows to the prefixes
+    prefix: Geometry  # attention of up to 128 rows to the prefixes
+    num_programs: int
+
+    @property
+    def own_line(self) -> Geometry:
+        """Decode attention of one kv head, whose queues are shares of a line."""
+        problem, tuning = self.own.problem, self.own.tuning
+        of_head = dataclasses.replace(problem, num_kv_heads=1, num_heads=problem.group)
+        shares = max(1, self.num_programs // problem.num_kv_heads)
+        return Geometry(of_head, dataclasses.replace(tuning, queues=shares))
 
     @property
     def own_rows(self) -> int:
         """Rows of all partial results of own tokens, which come before those of prefixes.
 
-        A program has two partial results of items that its queue cuts; each other item has one.
+        A share has two partial results of items that it cuts; each other item has one.
         """
-        return (2 * self.own.tuning.queues + self.own.num_items) * self.own.columns
+        of_line = 2 * self.own_line.tuning.queues + self.own.problem.num_seqs
+        return of_line * self.own.problem.num_kv_heads * self.own.columns
 
     @property
     def rows(self) -> int:
         """Rows of all partial results."""
-        return self.own_rows + plan.num_partials(self.prefix) * plan.HALVES * WGMMA_ROWS
+        partials = plan.num_splits(self.prefix) * plan.lines(self.prefix.problem)
+        return self.own_rows + partials * plan.HALVES * WGMMA_ROWS
 
 
 class Inputs(NamedTuple):
