@@ -25,7 +25,7 @@ def tune(problem: Problem, gpu: Device) -> Parts:
     queries, programs = problem.num_queries, gpu.num_multiprocessors
     own = dataclasses.replace(problem, num_seqs=queries, num_tokens=queries, copies=1, max_query_len=1, causal=True)
     prefixes = dataclasses.replace(own, num_seqs=problem.num_seqs - queries)
-    for stages in range(_MOST_STAGES, 1, -1):
+    for stages in (2,):
         tuning = Tuning(queues=programs, splits=0, merge=Merge.KERNEL, programs=1, tile=_TILE, stages=stages)
         of_line = dataclasses.replace(tuning, queues=max(1, programs // lines(problem)), stages=2)
         parts = Parts(Geometry(own, tuning), Geometry(prefixes, of_line), max(programs, lines(problem)))

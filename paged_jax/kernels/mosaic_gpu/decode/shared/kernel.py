@@ -18,6 +18,8 @@ Roofline: 4 * head_size bytes for each token and kv head. Each prefix is read fr
 query tiles from L2.
 """
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -51,9 +53,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
-_COMPUTES_OWN, _LOADS = 0, 3  # indices of warpgroups; those between attend to prefixes
 # Registers of each thread of a warpgroup. The four of them start with 128 each.
-_REGISTERS = 96, 168, 168, 80
+_REGISTERS = 96, 96, 240, 80
 
 
 def attend(parts: Parts, inputs: Inputs) -> Outputs:
@@ -74,17 +75,13 @@ def attend(parts: Parts, inputs: Inputs) -> Outputs:
 
 def _kernel(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Parts) -> None:
     warpgroup = lax.axis_index("warpgroup")
-    own, prefix = _own_refs(inputs_gmem, outputs_gmem, smem, parts), PrefixRefs(inputs_gmem, outputs_gmem, smem.prefix)
+    own = [_own_refs(inputs_gmem, outputs_gmem, of_stream, parts) for of_stream in smem.own]
+    prefix = PrefixRefs(inputs_gmem, outputs_gmem, smem.prefix)
     prefixes = Lengths(inputs_gmem.seq_lens, inputs_gmem.query_start_loc)
-
-    def attend_to_prefixes(half: int):
-        _attend_to_prefixes(half, prefix, prefixes, parts)
-
     for index, run in enumerate(
         (
-            lambda: _attend_to_own_tokens(own, outputs_gmem, parts),
-            lambda: attend_to_prefixes(0),
-            lambda: attend_to_prefixes(1),
+            *[functools.partial(_attend_to_own_tokens, i, refs, outputs_gmem, parts) for i, refs in enumerate(own)],
+            lambda: _attend_to_prefixes(prefix, prefixes, parts),
             lambda: as_warps(lambda: load(own, prefix, prefixes, parts)),
         )
     ):
@@ -96,7 +93,7 @@ def _kernel(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Pa
             run()
 
 
-def _own_refs(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: Parts) -> of_decode.Refs:
+def _own_refs(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: of_decode.Scratch, parts: Parts) -> of_decode.Refs:
     """The references of decode attention to own tokens."""
     sequences = pl.ds(parts.prefix.problem.num_seqs, parts.own.problem.num_seqs)
     inputs = of_decode.Inputs(
@@ -107,13 +104,13 @@ def _own_refs(inputs_gmem: Inputs, outputs_gmem: Outputs, smem: Scratch, parts: 
         inputs_gmem.seq_lens.at[sequences],
         inputs_gmem.options,
     )
-    return of_decode.Refs(inputs, outputs_gmem, smem.own)
+    return of_decode.Refs(inputs, outputs_gmem, smem)
 
 
-def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, parts: Parts) -> None:
+def _attend_to_own_tokens(stream: int, refs: of_decode.Refs, outputs_gmem: Outputs, parts: Parts) -> None:
     """The warpgroup that attends to a share of own tokens."""
     geometry, line, seq_lens_gmem = parts.own, parts.own_line, refs.inputs_gmem.seq_lens
-    share, kv_head = plan.own_share(parts.own.problem)
+    share, kv_head = plan.own_share(jnp.int32(stream), parts.own.problem, parts.num_programs)
     tiles = decode_tiles.class_of(geometry.problem)(geometry)
 
     def load_query(queue: Queue):
@@ -156,33 +153,28 @@ def _store_own(
         item_partials.last_program[split.item.index] = share
 
 
-def _attend_to_prefixes(half: int, refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
-    """A warpgroup that attends to a share of the prefixes with half of each query tile."""
-    geometry, options = parts.prefix, refs.inputs_gmem.options
-    problem, count = geometry.problem, plan.queries_of_half(geometry.problem)
-    query_smem, query_ready = refs.smem.query.at[half], refs.smem.query_ready.at[half]
+def _attend_to_prefixes(refs: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
+    """The warpgroup that attends to a share of the prefixes."""
+    geometry, options, smem = parts.prefix, refs.inputs_gmem.options, refs.smem
+    problem, count = geometry.problem, plan.queries_of_tile(geometry.problem)
 
     def attend_to_split(found: PrefixSplit, tiles_before: Scalar, following: PrefixSplit, has_more: Scalar):
         split, kv_head = found.split, found.split.item.kv_head
-        plgpu.barrier_wait(query_ready)
+        plgpu.barrier_wait(smem.query_ready)
         factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, kv_head)
-        state = softmax.attend(split, half, tiles_before, factor, query_smem, refs, geometry)
+        state = softmax.attend(split, tiles_before, factor, refs, geometry)
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
         pl.when(has_more)(lambda: load_query(following))
-
-        @pl.when(found.first_query + half * count < found.end_query)
-        def store_rows():
-            out, log_sums = softmax.finished(state, cache_scale(options.v_scale, problem.v_scale, kv_head))
-            first = parts.own_rows + (split.partial * plan.HALVES + half) * WGMMA_ROWS
-            rows = pl.ds(first, WGMMA_ROWS)
-            store(refs.outputs_gmem.partials.out.at[rows], layout(out))
-            store(refs.outputs_gmem.partials.log_sums.at[rows], layout(log_sums, 1))
+        out, log_sums = softmax.finished(state, cache_scale(options.v_scale, problem.v_scale, kv_head))
+        rows = pl.ds(parts.own_rows + split.partial * WGMMA_ROWS, WGMMA_ROWS)
+        store(refs.outputs_gmem.partials.out.at[rows], layout(out))
+        store(refs.outputs_gmem.partials.log_sums.at[rows], layout(log_sums, 1))
 
     def load_query(found: PrefixSplit):
         """Copies the same rows of each head. Past the last query a copy reads zeros."""
-        rows = pl.ds(pl.multiple_of(found.first_query + half * count, QUERY_ROWS), count)
+        rows = pl.ds(pl.multiple_of(found.first_query, QUERY_ROWS), count)
         for i in range(plan.heads_of_item(problem)):
             head_gmem = refs.inputs_gmem.query.at[rows, found.first_head + i]
-            plgpu.copy_gmem_to_smem(head_gmem, query_smem.at[pl.ds(i * count, count)], query_ready)
+            plgpu.copy_gmem_to_smem(head_gmem, smem.query.at[pl.ds(i * count, count)], smem.query_ready)
 
     plan.for_each_split(attend_to_split, lax.axis_index("program"), prefixes, geometry, load_query)

@@ -4,6 +4,7 @@ A warp goes from tile to tile, also from an item's last tile to the next item's 
 row of the block table while it waits for a stage, and memory is never idle between two items.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 
-_WARPS = 2  # of each part
+_WARPS_OF_PREFIXES = 2
 
 
 class _Tile(NamedTuple):
@@ -34,17 +35,19 @@ class _Tile(NamedTuple):
     other: Any  # the next sequence's length, or the place in a line of prefixes
 
 
-def load(own: of_decode.Refs, prefix: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
-    """Loads the program's share of one part; each warp has half of the runs of its part's tiles."""
+def load(own: Sequence[of_decode.Refs], prefix: PrefixRefs, prefixes: Lengths, parts: Parts) -> None:
+    """Loads the program's share of one part. The last two warps have half of the runs of a prefix's tiles each."""
     warp = lax.axis_index("warp")
-    pl.when(warp < _WARPS)(lambda: _load_own_tokens(warp, own, parts))
-    pl.when(warp >= _WARPS)(lambda: _load_prefixes(warp - _WARPS, prefix, prefixes, parts.prefix))
+    for stream, refs in enumerate(own):
+        pl.when(warp == stream)(functools.partial(_load_own_tokens, stream, refs, parts))
+    first = len(own)
+    pl.when(warp >= first)(lambda: _load_prefixes(warp - first, prefix, prefixes, parts.prefix))
 
 
-def _load_own_tokens(warp: Scalar, refs: of_decode.Refs, parts: Parts) -> None:
+def _load_own_tokens(stream: int, refs: of_decode.Refs, parts: Parts) -> None:
     """Loads a share of own tokens."""
     lens_gmem, geometry = refs.inputs_gmem.seq_lens, parts.own
-    share, kv_head = plan.own_share(geometry.problem)
+    share, kv_head = plan.own_share(jnp.int32(stream), geometry.problem, parts.num_programs)
 
     def len_of(seq):
         return _seen(lens_gmem[at_most(seq, geometry.problem.num_seqs - 1)], geometry)
@@ -57,7 +60,7 @@ def _load_own_tokens(warp: Scalar, refs: of_decode.Refs, parts: Parts) -> None:
 
     queue = decode_plan.queue_of(lens_gmem, share, parts.own_line)
     first = _Tile(queue.seq, kv_head, queue.tile, len_of(queue.seq), len_of(queue.seq + 1))
-    _load_tiles(warp, queue.tiles_left, first, following, refs, geometry)
+    _load_tiles(range(geometry.runs_per_tile), queue.tiles_left, first, following, refs, geometry)
 
 
 def _load_prefixes(warp: Scalar, refs: PrefixRefs, prefixes: Lengths, geometry: Geometry) -> None:
@@ -76,38 +79,43 @@ def _load_prefixes(warp: Scalar, refs: PrefixRefs, prefixes: Lengths, geometry: 
         item_ends = next_tile * geometry.tile_tokens >= tile.seq_len
         return lax.cond(item_ends, lambda: tile_at(place), lambda: same)
 
-    _load_tiles(warp, end - place, tile_at(place), following, refs, geometry)
+    own, rest = divmod(geometry.runs_per_tile, _WARPS_OF_PREFIXES)
+
+    def load_runs(runs: Sequence[Scalar]):
+        _load_tiles(runs, end - place, tile_at(place), following, refs, geometry)
+
+    if rest:  # one warp loads all of them
+        pl.when(warp == 0)(lambda: load_runs(range(geometry.runs_per_tile)))
+    else:
+        load_runs([warp * own + i for i in range(own)])
 
 
 def _load_tiles(
-    warp: Scalar, count: Scalar, first: _Tile, following: Callable[[_Tile], _Tile], refs: Any, geometry: Geometry
+    runs: Sequence[Scalar],
+    count: Scalar,
+    first: _Tile,
+    following: Callable[[_Tile], _Tile],
+    refs: Any,
+    geometry: Geometry,
 ) -> None:
-    """Loads a warp's runs of `count` tiles, and waits until all of them are read. An empty sequence's tile is none."""
+    """Loads runs of `count` tiles, and waits until all of them are read. An empty sequence's tile is none."""
     size, tiles = geometry.run_tokens, PlainTiles(geometry)
 
-    def load_runs(runs: Sequence[Scalar]):
-        def sources(tile: _Tile):
-            last = at_least(lax.div(tile.seq_len - 1, jnp.int32(size)) * size, 0)
-            first_token = tile.tile * geometry.tile_tokens
-            seq = at_most(tile.seq, geometry.problem.num_seqs - 1)
-            return sources_of(runs, seq, first_token, last, tile.seq_len, refs, geometry)
+    def sources(tile: _Tile):
+        last = at_least(lax.div(tile.seq_len - 1, jnp.int32(size)) * size, 0)
+        first_token, seq = tile.tile * geometry.tile_tokens, at_most(tile.seq, geometry.problem.num_seqs - 1)
+        return sources_of(runs, seq, first_token, last, tile.seq_len, refs, geometry)
 
-        def load_tile(_, carry):
-            tile, own_sources, number = carry
-            after = following(tile)
-            next_sources = sources(after)  # these loads overlap with the wait for a stage
-            is_there = tile.seq_len > 0
-            pl.when(is_there)(lambda: copy_runs(runs, own_sources, tile.kv_head, number, refs, geometry, tiles))
-            return after, next_sources, number + is_there.astype(jnp.int32)
+    def load_tile(_, carry):
+        tile, own_sources, number = carry
+        after = following(tile)
+        next_sources = sources(after)  # these loads overlap with the wait for a stage
+        is_there = tile.seq_len > 0
+        pl.when(is_there)(lambda: copy_runs(runs, own_sources, tile.kv_head, number, refs, geometry, tiles))
+        return after, next_sources, number + is_there.astype(jnp.int32)
 
-        _, _, number = lax.fori_loop(0, count, load_tile, (first, sources(first), jnp.int32(0)))
-        drain_rings(number, refs, geometry)
-
-    own, rest = divmod(geometry.runs_per_tile, _WARPS)
-    if rest:  # one warp loads all of them
-        pl.when(warp == 0)(lambda: load_runs(list(range(geometry.runs_per_tile))))
-    else:
-        load_runs([warp * own + i for i in range(own)])
+    _, _, number = lax.fori_loop(0, count, load_tile, (first, sources(first), jnp.int32(0)))
+    drain_rings(number, refs, geometry)
 
 
 def _seen(seq_len: Scalar, geometry: Geometry) -> Scalar:

@@ -101,7 +101,7 @@ def _rows_of(query: Scalar, first_head: Scalar, inputs_gmem: _Inputs, parts: Par
     item = query * own.items_per_seq + kv_head
     first, last = inputs_gmem.item_partials.first[item], inputs_gmem.item_partials.last_program[item]
     num_own = at_least(decode_plan.num_queued_splits(last, first), 1)  # a whole item has one
-    of_half = plan.queries_of_half(own.problem)
+    queries = plan.queries_of_tile(own.problem)
     place = plan.place_of(query, first_head, inputs_gmem.prefixes, parts.prefix)
 
     def row_of(number, i):
@@ -111,7 +111,7 @@ def _rows_of(query: Scalar, first_head: Scalar, inputs_gmem: _Inputs, parts: Par
         of_line = decode_plan.partial_of(first, number, parts.own_line)
         of_own = (of_line * own.items_per_seq + kv_head) * own.columns + column
         partial = place.first + (number - num_own) * plan.lines(own.problem)
-        of_prefix = partial * plan.HALVES * WGMMA_ROWS + place.row + i * of_half
+        of_prefix = partial * WGMMA_ROWS + place.row + i * queries
         return jnp.where(number < num_own, of_own, parts.own_rows + of_prefix)
 
     return row_of, num_own + place.count

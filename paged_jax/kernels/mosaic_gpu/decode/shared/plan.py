@@ -34,7 +34,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.problem import Problem
 
-HALVES = 2  # of an item: one for each warpgroup that attends to prefixes
+STREAMS = 2  # of own tokens in each program
 _LEAST_TILES = 4  # of a share; a smaller one takes less time than its partial result
 _LOADS_IN_FLIGHT = 8
 
@@ -44,14 +44,9 @@ def heads_of_item(problem: Problem) -> int:
     return max(n for n in range(1, WGMMA_ROWS // QUERY_ROWS + 1) if problem.group % n == 0)
 
 
-def queries_of_half(problem: Problem) -> int:
-    """Queries of half an item: as many as fit into the rows of a product. A copy takes a multiple of 8 of each head."""
-    return WGMMA_ROWS // heads_of_item(problem) // QUERY_ROWS * QUERY_ROWS
-
-
 def queries_of_tile(problem: Problem) -> int:
-    """Queries of an item; each of two warpgroups has half of them."""
-    return HALVES * queries_of_half(problem)
+    """Queries of an item: as many as fit into the rows of a product. A copy takes a multiple of 8 of each head."""
+    return WGMMA_ROWS // heads_of_item(problem) // QUERY_ROWS * QUERY_ROWS
 
 
 def lines(problem: Problem) -> int:
@@ -59,11 +54,11 @@ def lines(problem: Problem) -> int:
     return problem.num_heads // heads_of_item(problem)
 
 
-def own_share(problem: Problem) -> tuple[Scalar, Scalar]:
-    """This program's share of own tokens, and its kv head."""
-    program = lax.axis_index("program")
-    share = div(program, problem.num_kv_heads)
-    return share, program - share * problem.num_kv_heads
+def own_share(stream: Scalar, problem: Problem, num_programs: int) -> tuple[Scalar, Scalar]:
+    """A stream's share of own tokens, and its kv head."""
+    number = stream * num_programs + lax.axis_index("program")
+    share = div(number, problem.num_kv_heads)
+    return share, number - share * problem.num_kv_heads
 
 
 def num_splits(geometry: Geometry) -> int:
@@ -78,7 +73,6 @@ class PrefixSplit(NamedTuple):
     split: Split
     first_head: Scalar
     first_query: Scalar  # of its query tile, a multiple of 8
-    end_query: Scalar  # the first query that is not the prefix's
 
 
 class Line(NamedTuple):
@@ -162,25 +156,24 @@ def split_at(place: Scalar, program: Scalar, prefixes: Lengths, line: Line, geom
     item = Item(zero, prefix, div(first_head, problem.group))
     split = Split(item, seq_len, origin, zero, end, count, zero, number * lines(problem) + head)
     first_query = _aligned(prefixes.query_start_loc[prefix]) + query_tile * queries_of_tile(problem)
-    return PrefixSplit(split, first_head, first_query, prefixes.query_start_loc[prefix + 1])
+    return PrefixSplit(split, first_head, first_query)
 
 
 def place_of(query: Scalar, head: Scalar, prefixes: Lengths, geometry: Geometry) -> RowPlace:
     """Finds the partial results of a query's head."""
     found, end = _search(lambda _, next_start: query >= next_start, prefixes, geometry)
     problem, heads = geometry.problem, heads_of_item(geometry.problem)
-    queries, of_half = queries_of_tile(problem), queries_of_half(problem)
+    queries = queries_of_tile(problem)
     prefix = lax.min(found.prefix, jnp.int32(problem.num_seqs - 1))
     tiles = cdiv(_seen(prefixes.seq_lens[prefix], geometry), geometry.tile_tokens)
     of_prefix = query - _aligned(prefixes.query_start_loc[prefix])
     query_tile, part = div(of_prefix, queries), div(head, heads)
-    half = div(of_prefix - query_tile * queries, of_half)
     begin, share = found.tiles_before + query_tile * tiles, _line(end.tiles_before, geometry).share
     first, last = lax.div(begin, share), lax.div(begin + tiles - 1, share)
     return RowPlace(
         first=(found.items_before + query_tile + first) * lines(problem) + part,
         count=jnp.where((found.prefix == prefix) & (tiles > 0), last - first + 1, 0),
-        row=half * (WGMMA_ROWS - of_half) + (head - part * heads) * of_half + of_prefix - query_tile * queries,
+        row=(head - part * heads) * queries + of_prefix - query_tile * queries,
     )
 
 

@@ -31,7 +31,7 @@ class Parts(NamedTuple):
         """Decode attention of one kv head, whose queues are shares of a line."""
         problem, tuning = self.own.problem, self.own.tuning
         of_head = dataclasses.replace(problem, num_kv_heads=1, num_heads=problem.group)
-        shares = max(1, self.num_programs // problem.num_kv_heads)
+        shares = max(1, plan.STREAMS * self.num_programs // problem.num_kv_heads)
         return Geometry(of_head, dataclasses.replace(tuning, queues=shares))
 
     @property
@@ -47,7 +47,7 @@ class Parts(NamedTuple):
     def rows(self) -> int:
         """Rows of all partial results."""
         partials = plan.num_splits(self.prefix) * plan.lines(self.prefix.problem)
-        return self.own_rows + partials * plan.HALVES * WGMMA_ROWS
+        return self.own_rows + partials * WGMMA_ROWS
 
 
 class Inputs(NamedTuple):
@@ -74,17 +74,16 @@ class PrefixScratch(NamedTuple):
     """Shared memory and barriers of the part that attends to prefixes."""
 
     keys: Ring
-    query: Ref  # [halves, 64, head_size]: for each head of an item, its rows of half a query tile
-    query_ready: Ref  # a barrier for each half
+    query: Ref  # [64, head_size]: for each head of an item, its rows of a query tile
+    query_ready: Ref
     unused: Ref  # nothing is stored here (`lanes.settle`)
     values: Ring
-    zeroed: Ref  # barrier: half 0 has zeroed what a tile has behind its prefix
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    own: of_decode.Scratch
+    own: tuple[of_decode.Scratch, ...]  # of each stream
     prefix: PrefixScratch
 
 
@@ -107,16 +106,15 @@ def outputs(parts: Parts) -> Outputs:
 def scratch(parts: Parts) -> Scratch:
     """The shared memory and the barriers of a program."""
     own, problem, reader = of_decode.scratch(parts.own), parts.prefix.problem, PlainTiles(parts.prefix)
-    consumed = plgpu.Barrier(num_arrivals=plan.HALVES, num_barriers=parts.prefix.tuning.stages)
     prefix = PrefixScratch(
-        keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),))._replace(consumed=consumed),
-        query=reader.swizzled((plan.HALVES, WGMMA_ROWS, problem.head_size), problem.query_dtype),
-        query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem), num_barriers=plan.HALVES),
+        keys=of_decode.ring(parts.prefix, problem.k_scale, (reader.key_ring(),)),
+        query=reader.swizzled((WGMMA_ROWS, problem.head_size), problem.query_dtype),
+        query_ready=plgpu.Barrier(num_arrivals=plan.heads_of_item(problem)),
         unused=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
-        values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings())._replace(consumed=consumed),
-        zeroed=plgpu.Barrier(),
+        values=of_decode.ring(parts.prefix, problem.v_scale, reader.value_rings()),
     )
-    return Scratch(own._replace(out=ABSENT, partial_out=ABSENT, maxima=ABSENT, sums=ABSENT), prefix)
+    own = own._replace(out=ABSENT, partial_out=ABSENT, maxima=ABSENT, sums=ABSENT)
+    return Scratch((own,) * plan.STREAMS, prefix)
 
 
 def shared_memory_bytes(parts: Parts) -> int:
