@@ -54,7 +54,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store, wide
 
 # Registers of each thread of a warpgroup. The four of them start with 128 each.
-_REGISTERS = 96, 96, 240, 80
+_REGISTERS = 128, 128, 176, 80
 
 
 def attend(parts: Parts, inputs: Inputs) -> Outputs:
