@@ -122,14 +122,20 @@ def _attend_to_own_tokens(refs: of_decode.Refs, outputs_gmem: Outputs, parts: Pa
     def attend_to_split(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
         seq = queued.split.item.seq
         split = queued.split._replace(item=Item(seq * geometry.items_per_seq + kv_head, seq, kv_head))
+        plgpu.barrier_wait  # no wait here
         _, state = decode.attend_split(split, tiles_before, refs, geometry, tiles)
+        results.mark(outputs_gmem.marks, lax.min(2 + lax.div(tiles_before, jnp.int32(8)), 8))
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
         pl.when(left.has_more)(lambda: load_query(left))
         _store_own(queued._replace(split=split), share, state, refs, outputs_gmem, parts)
 
+    M = outputs_gmem.marks
+    results.mark(M, 0)
     queue = decode_plan.queue_of(seq_lens_gmem, share, line)
+    results.mark(M, jnp.int32(1) + lax.min(queue.tiles_left, 0))
     pl.when(queue.has_more)(lambda: load_query(queue))
     decode_plan.for_each_split(attend_to_split, queue, seq_lens_gmem, line)
+    results.mark(M, 9)
 
 
 def _store_own(
@@ -166,7 +172,9 @@ def _attend_to_prefixes(half: int, refs: PrefixRefs, prefixes: Lengths, parts: P
         split, kv_head = found.split, found.split.item.kv_head
         plgpu.barrier_wait(query_ready)
         factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, kv_head)
+        results.mark(refs.outputs_gmem.marks, 11 + 8 * half)
         state = softmax.attend(split, half, tiles_before, factor, query_smem, refs, geometry)
+        results.mark(refs.outputs_gmem.marks, 12 + 8 * half)
         plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
         pl.when(has_more)(lambda: load_query(following))
 
@@ -185,4 +193,6 @@ def _attend_to_prefixes(half: int, refs: PrefixRefs, prefixes: Lengths, parts: P
             head_gmem = refs.inputs_gmem.query.at[rows, found.first_head + i]
             plgpu.copy_gmem_to_smem(head_gmem, query_smem.at[pl.ds(i * count, count)], query_ready)
 
+    results.mark(refs.outputs_gmem.marks, 10 + 8 * half)
     plan.for_each_split(attend_to_split, lax.axis_index("program"), prefixes, geometry, load_query)
+    results.mark(refs.outputs_gmem.marks, 13 + 8 * half)

@@ -68,6 +68,7 @@ class Outputs(NamedTuple):
 
     partials: Partials  # [rows, head_size] and [rows]
     item_partials: ItemPartials  # of own tokens
+    marks: Ref = ABSENT
 
 
 class PrefixScratch(NamedTuple):
@@ -101,7 +102,7 @@ def outputs(parts: Parts) -> Outputs:
     head_size, index = parts.own.problem.head_size, jax.ShapeDtypeStruct((parts.own.num_items,), jnp.int32)
     out = jax.ShapeDtypeStruct((parts.rows, head_size), jnp.float32)
     log_sums = jax.ShapeDtypeStruct((parts.rows,), jnp.float32)
-    return Outputs(Partials(out, log_sums), ItemPartials(index, index))
+    return Outputs(Partials(out, log_sums), ItemPartials(index, index), jax.ShapeDtypeStruct((parts.num_programs, 32), jnp.int32))
 
 
 def scratch(parts: Parts) -> Scratch:
