@@ -142,7 +142,7 @@ def _store_own(
     queued: QueuedSplit, share: Scalar, state: State, refs: of_decode.Refs, outputs_gmem: Outputs, parts: Parts
 ) -> None:
     """Stores the partial result of a split, and where its item's partial results are. Whole items have places, too."""
-    geometry, split, (partials, item_partials) = parts.own, queued.split, outputs_gmem
+    geometry, split, (partials, item_partials) = parts.own, queued.split, outputs_gmem[:2]
     of_line = jnp.where(queued.is_whole, 2 * parts.own_line.tuning.queues + split.item.seq, split.partial)
     first_row = (of_line * geometry.items_per_seq + split.item.kv_head) * geometry.columns
     out, maxima, sums = summed(state, geometry)
