@@ -156,12 +156,19 @@ def test_short_wide_items_stay_whole(seq_len, splits):
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16 * splits
 
 
-def test_two_more_programs_begin_with_wide_items_if_that_saves_a_wave():
-    """By their part of the work, 126 programs would begin with the 256 items of 1031 queries; four would be last."""
-    query_lens, lens = (1031, 1, 1, 1, 1, 1), (44_000, 12_000, 20_000, 30_000, 12_000, 20_000)
+@pytest.mark.parametrize("decodes", [5, 10])
+def test_as_many_programs_begin_with_wide_items_as_save_a_wave(decodes):
+    """By their part of the work, 126 and 121 programs would begin with 256 items; four and fourteen would be last."""
+    query_lens, lens = (1031,) + (1,) * decodes, (44_000,) + (20_000,) * decodes
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=4096, num_programs=132)
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 32
     assert int(counts.wide_programs[0]) == 128
+
+
+def test_sequences_are_sorted_if_wide_items_alone_begin_at_once():
+    """16 thin items wait for the four programs that the wide ones leave: the longer ones come first."""
+    _, counts, _ = planned((480, 1, 1), (500, 800, 1600), 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert np.asarray(counts.order).tolist()[:3] == [2, 0, 1]
 
 
 @pytest.mark.parametrize(("decodes", "wide_programs"), [(4, 128), (30, 68)])
@@ -182,7 +189,7 @@ def test_wide_items_begin_at_once_beside_little_else(decodes, wide_programs):
         (2048, 4096, "bfloat16", 74),
         (2048, 4096, "float8_e4m3fn", 88),
         (512, 16384, "bfloat16", 88),
-        (4096, 8192, "bfloat16", 117),
+        (4096, 8192, "bfloat16", 128),
     ],
 )
 def test_many_wide_items_leave_half_of_the_programs_to_thin_ones(queries, seq_len, cache_dtype, wide_programs):

@@ -14,7 +14,6 @@ from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
 _FEW_THIN = 0.18  # if no more than this part of the programs would begin with thin items, more may begin with wide ones
-_MORE = 2  # so many more, if that saves a wave and one program is left; or as many as there are wide items
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
 _LEAST_PART = 0.8  # but no fewer than this part of their programs
 _FEW_WAVES = 8  # of more waves than that, one less saves little
@@ -69,8 +68,7 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
 
-    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`. Thin
-    items are compared with the programs that would begin with them by their part of the work.
+    Also returns whether all items that see a tile begin at once, one in each program, and `Counts.wide_programs`.
     """
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
@@ -95,9 +93,12 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     items = lax.max(numbers, jnp.ones_like(numbers))
     waves = _waves(items, programs, geometry)
     if kinds_of(geometry)[0].may_exist:
-        more = _more_programs(wide, thin, items, by_kind, geometry)
-        fewer_waves = _waves(items, more, geometry)
-        saves = (fewer_waves < waves) & (fewer_waves <= _FEW_WAVES)
+        # If thin items are little of the work, so many more programs begin with wide ones as save a wave. A last wave
+        # of few wide items would leave most programs idle, but thin items, which are short, fill the end of the call.
+        fewer_waves = waves - 1
+        more = _waves(items, lax.max(fewer_waves, jnp.ones_like(waves)), geometry)
+        most = jnp.where(thin <= _FEW_THIN * geometry.tuning.num_programs, geometry.tuning.num_programs - 1.0, 0.0)
+        saves = (more <= by_kind(most, jnp.float32(0))) & (fewer_waves >= 1) & (fewer_waves <= _FEW_WAVES)
         programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
         begin_wide = lanes.collect(programs, sum(candidate.kind.is_wide for candidate in candidates))
@@ -115,6 +116,7 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
         for i, of_candidate in enumerate(begin_wide if kind.is_wide else []):  # wide candidates are the first ones
             is_saved = (best == i) & ((saved >> i) & 1 == 1)
             wide_programs = jnp.where(is_saved, truncated(of_candidate, geometry), wide_programs)
+            begin_at_once &= ~is_saved  # fewer programs than `fits` knows begin with thin items
     return Shares(*[chosen.get(kind, share) for kind in kinds_of(geometry)]), begin_at_once, wide_programs
 
 
@@ -162,21 +164,6 @@ def _fewer_of_many(wide_programs: Any, items: Any, geometry: Geometry) -> Any:
     whole = _waves(items, lax.max(waves, jnp.float32(1)), geometry)
     may_differ = (fewer < wide) & (items >= wide * _MANY_WAVES) & (whole >= wide * _LEAST_PART)
     return jnp.where(may_differ, truncated(lax.min(whole, wide), geometry), wide_programs)
-
-
-def _more_programs(
-    wide: Any, thin: Any, items: Array, by_kind: Callable[[Any, Any], Array], geometry: Geometry
-) -> Array:
-    """The programs that may begin with the items of each candidate, if that saves a wave.
-
-    If thin items are little of the work, more programs may begin with wide ones: a few more, or as many as there are
-    wide items, so that all of these begin at once. Otherwise a last wave of few of them would leave most programs idle.
-    The thin items, which are short, then fill the end of the call.
-    """
-    may_be_more = (thin > _MORE) & (thin <= _FEW_THIN * geometry.tuning.num_programs)
-    at_once = by_kind(jnp.where(may_be_more, geometry.tuning.num_programs - 1.0, 0.0), jnp.float32(0))
-    at_once = jnp.where(items <= at_once, items, jnp.zeros_like(items))
-    return lax.max(by_kind(jnp.where(may_be_more, wide + _MORE, wide), thin), at_once)
 
 
 def _waves(items: Any, programs: Any, geometry: Geometry) -> Any:
