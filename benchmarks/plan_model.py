@@ -6,8 +6,9 @@
 The kernel's own functions make the plan: how items are split, their order, and how many programs begin with wide ones.
 So a rule of `ragged/shares.py` can be judged on hundreds of drawn batches before it is timed on a few. The costs were
 fitted to 57 timings of heads of 128 over 16 bits, and are within 5% of these on the mean (benchmarks/LOG.md, "The
-longest first"); other batches are left out. The model knows nothing of memory but a bound: at times all programs read
-at once, and take longer.
+longest first"); other batches are left out. They were not fitted again when programs came to claim items of the other
+kind as late as in the kernel. The model knows nothing of memory but a bound: at times all programs read at once, and
+take longer. So it flatters plans that leave many thin items to the end.
 """
 
 import argparse
@@ -94,7 +95,7 @@ def modelled_us(of: Plan) -> float:
     """The time at which the last program of a plan is done; each begins with an item of its own, and claims others.
 
     A program claims its next item soon after the start of a wide one, and shortly before the end of a thin one. When no
-    item of the kind that it began with is left, it goes on with the other kind.
+    item of the kind that it began with is left, it ends its last one, and then claims items of the other kind.
     """
     kinds, done = (of.thin, of.wide), 0.0
     following = [of.programs - of.begin_wide, of.begin_wide]  # the number of the next item of each kind
@@ -115,7 +116,10 @@ def modelled_us(of: Plan) -> float:
         else:
             heapq.heappush(claims, (_START, program, kind, kind, _START))
     while claims:
-        _, program, first, kind, free = heapq.heappop(claims)
+        at, program, first, kind, free = heapq.heappop(claims)
+        if following[kind] >= len(kinds[kind]) and at < free:
+            heapq.heappush(claims, (free, program, first, kind, free))
+            continue
         for wanted in dict.fromkeys((kind, 1 - first)):
             if following[wanted] < len(kinds[wanted]):
                 following[wanted] += 1

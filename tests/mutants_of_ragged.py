@@ -41,9 +41,23 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: more programs begin with wide items beside any number of thin ones",
         "kernels/mosaic_gpu/ragged/shares.py",
-        "thin <= _FEW_THIN * geometry.tuning.num_programs",
-        "thin <= geometry.tuning.num_programs",
-        "tests/test_mosaic_gpu_ragged_plan.py -k little_else",
+        "saves = (of_item > left) &",
+        "saves = (of_item > 0) &",
+        "tests/test_mosaic_gpu_ragged_plan.py -k short_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: thin items that are left to the end take no time",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "fewer_waves * (of_item + item_costs) + left",
+        "fewer_waves * (of_item + item_costs)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k splits_leave_fewer",
+    ),
+    Mutant(
+        "mosaic_gpu: thin items of 8 bits that are left to the end take as long as those of 16",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "left *= 0.5 if geometry.converts_tiles else 1",
+        "left *= 1",
+        "tests/test_mosaic_gpu_ragged_plan.py -k splits_leave_fewer",
     ),
     Mutant(
         "mosaic_gpu: sequences keep their order if wide items alone begin at once",

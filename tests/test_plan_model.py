@@ -18,6 +18,7 @@ MEASURED = Path(cases.__file__).parent / "results" / "2026-11-28-h200-random-rag
         (Plan([10] * 3, [1] * 4, 2, 2), 20),  # program 0 claims the last wide item, program 1 the thin ones
         (Plan([10] * 3, [1] * 12, 1, 2), 22),
         (Plan([10] * 2, [12], 1, 2), 20),  # program 0 has claimed the second wide item before program 1 claims any
+        (Plan([10, 2], [4, 4], 2, 2), 10),  # program 0 claims no thin item before it has ended its wide one
         (Plan([], [9, 9, 2], 0, 2), 11),
         (Plan([10], [], 2, 2), 10),
     ],

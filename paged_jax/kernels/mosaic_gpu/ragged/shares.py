@@ -13,10 +13,10 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 
-_FEW_THIN = 0.18  # if no more than this part of the programs would begin with thin items, more may begin with wide ones
+_LEFT_COST = 2.3  # so many times their cost do thin items take that are left to the end, when all programs read at once
+_LAST_COST = 25  # and so much more: wide items' ends, and the beginning and the end of a thin one
 _MANY_WAVES = 4  # with so many, fewer programs may begin with wide items
 _LEAST_PART = 0.8  # but no fewer than this part of their programs
-_FEW_WAVES = 8  # of more waves than that, one less saves little
 _ROUNDS_UP = 0.995  # added before a quotient of integers is truncated
 _MOST_ITEMS = 1 << 22  # of one sequence, when shares are compared: sums over sequences must not overflow
 
@@ -92,18 +92,23 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     programs, saved, begin_wide = by_kind(wide, thin), jnp.int32(0), []
     items = lax.max(numbers, jnp.ones_like(numbers))
     waves = _waves(items, programs, geometry)
+    item_costs = lanes.spread([jnp.float32(candidate.item_cost) for candidate in candidates])
+    of_item = by_kind(*totals) * reciprocal(items, geometry)  # of equal items
+    times = waves * (of_item + item_costs)
     if kinds_of(geometry)[0].may_exist:
-        # If thin items are little of the work, so many more programs begin with wide ones as save a wave. A last wave
-        # of few wide items would leave most programs idle, but thin items, which are short, fill the end of the call.
+        # So many more programs begin with wide items as save a wave of these, if it takes longer than the thin items
+        # that are then left to the end of the call. A last wave has the shortest wide items, and the end takes whole
+        # thin ones, so a short wave is not saved.
         fewer_waves = waves - 1
         more = _waves(items, lax.max(fewer_waves, jnp.ones_like(waves)), geometry)
-        most = jnp.where(thin <= _FEW_THIN * geometry.tuning.num_programs, geometry.tuning.num_programs - 1.0, 0.0)
-        saves = (more <= by_kind(most, jnp.float32(0))) & (fewer_waves >= 1) & (fewer_waves <= _FEW_WAVES)
-        programs, waves = jnp.where(saves, more, programs), jnp.where(saves, fewer_waves, waves)
+        most = by_kind(jnp.float32(geometry.tuning.num_programs - 1), jnp.float32(0))
+        left = totals.thin * (_LEFT_COST / geometry.tuning.num_programs) + _LAST_COST
+        saves = (of_item > left) & (more <= most) & (fewer_waves >= 1)
+        programs = jnp.where(saves, more, programs)
+        left *= 0.5 if geometry.converts_tiles else 1  # beside other splits; memory brings 8 bits in half of the time
+        times = jnp.where(saves, fewer_waves * (of_item + item_costs) + left, times)
         saved = lanes.vote(saves.astype(jnp.int32))  # bit i tells it of candidate i, also below
         begin_wide = lanes.collect(programs, sum(candidate.kind.is_wide for candidate in candidates))
-    item_costs = lanes.spread([jnp.float32(candidate.item_cost) for candidate in candidates])
-    times = waves * (by_kind(*totals) * reciprocal(items, geometry) + item_costs)  # of equal items
     times = lanes.collect(times, len(candidates))
     fits = lanes.vote((numbers <= programs).astype(jnp.int32))
     chosen, begin_at_once = {}, True
