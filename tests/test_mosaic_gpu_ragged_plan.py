@@ -213,12 +213,12 @@ def test_wide_items_begin_at_once_beside_little_else(decodes, wide_programs):
     [
         (2048, 4096, "bfloat16", 74),
         (2048, 4096, "float8_e4m3fn", 88),
-        (512, 16384, "bfloat16", 88),
+        (608, 13800, "bfloat16", 88),
         (4096, 8192, "bfloat16", 117),
     ],
 )
 def test_many_wide_items_leave_half_of_the_programs_to_thin_ones(queries, seq_len, cache_dtype, wide_programs):
-    """By their part of the work, 88 programs would begin with wide items, and do so with the 128 of 512 queries."""
+    """By their part of the work, 88 programs would begin with wide items, and do so with the 152 of 608 queries."""
     query_lens, lens = (1,) * 63 + (queries,), (4096,) * 63 + (seq_len,)
     shapes = {"table_width": 128, "block_size": 128, "num_programs": 132, "cache_dtype": cache_dtype}
     _, counts, _ = planned(query_lens, lens, 32, 8, 128, None, **shapes)
