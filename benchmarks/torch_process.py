@@ -57,7 +57,7 @@ def main() -> None:
             results.flush()
 
 
-def library_of(contender: str) -> Any:
+def module_of(contender: str) -> Any:
     """The module that knows a contender."""
     return vllm_kernels if contender in vllm_kernels.CONTENDERS else flashinfer_kernels
 
@@ -106,7 +106,7 @@ def _pool(num_blocks: int, case: dict) -> Any:
 
 
 def _time_case(contender: str, case: dict) -> dict[str, Any]:
-    kernels = library_of(contender)
+    kernels = module_of(contender)
     if reason := kernels.refusal(contender, case):
         return {"absent": reason}
     case = kernels.own_case(contender, case)

@@ -231,7 +231,7 @@ def test_kernels_are_told_right(contender, window, layout, stand_ins):
     case = peers.TorchPeers.message(CASE) | {"sliding_window": window, "layout": layout}
     if contender == "flashinfer":
         case["query_lens"] = (1,) * 4
-    kernels = torch_process.library_of(contender)
+    kernels = torch_process.module_of(contender)
     case = kernels.own_case(contender, case)
     if kernels.refusal(contender, case):
         assert window is not None
