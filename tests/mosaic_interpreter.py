@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu, problem
 from paged_jax.kernels.mosaic_gpu.decode import call as decode_call
-from paged_jax.kernels.mosaic_gpu.decode import tiles
+from paged_jax.kernels.mosaic_gpu.decode import ptx, tiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles import class_of
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 from paged_jax.kernels.mosaic_gpu.hopper import fence
 from paged_jax.kernels.problem import Device
-from tests import ragged_interpreter
+from tests import interpreted_decode, ragged_interpreter
 
 SMALL_GPU = Device(90, 2)  # so small that items are split
 MIDDLE_GPU = Device(90, 8)  # large enough to split them unevenly
@@ -177,6 +177,15 @@ def with_poison(query, geometry, query_tiles=decode_call._query_tiles):
     return jnp.pad(query_tiles(query, geometry), ((0, 0), (0, added), (0, 0)), constant_values=jnp.nan)
 
 
+@contextlib.contextmanager
+def in_lanes():
+    """Replaces what decode's plans compute in the lanes of warps."""
+    with contextlib.ExitStack() as stack:
+        for patch in ragged_interpreter.substitutes(ptx, interpreted_decode):
+            stack.enter_context(patch)
+        yield
+
+
 def as_for(device):
     """Makes calls choose tunings for this GPU, or for this machine's GPU if `device` is None."""
     return mock.patch.object(problem, "device", return_value=device) if device else contextlib.nullcontext()
@@ -190,6 +199,7 @@ def run_op(name, device, *operands, detect_races=True, **keywords):
             mock.patch.object(tiles, "class_of", lambda problem: INTERPRETED_TILES[class_of(problem)]),
             mock.patch.object(fence, "show_cluster_what_is_stored"),
             mock.patch.object(decode_call, "_query_tiles", with_poison),
+            in_lanes(),
             ragged_interpreter.interpreting(detect_races),
         ):
             return jax.tree.map(np.asarray, function(*operands))

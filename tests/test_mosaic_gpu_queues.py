@@ -1,6 +1,7 @@
 """Tests how decode cuts its work: splits and queues, which the device's code plans. Most of it runs here as Python."""
 
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,15 @@ from paged_jax.kernels.mosaic_gpu.decode import choose, plan
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
 from paged_jax.kernels.problem import Device, Problem
+from tests import mosaic_interpreter
 from tests.test_mosaic_gpu_narrow import geometry_of
+
+
+@pytest.fixture(autouse=True)
+def in_lanes():
+    """Plans compute in lanes what no machine without a GPU has."""
+    with mosaic_interpreter.in_lanes():
+        yield
 
 
 @pytest.fixture
@@ -184,3 +193,21 @@ def test_queues(seq_lens, programs, busy, splits, window):
     assert work.max() <= 17 / 16 * work.sum() / busy + 1
     if window is None:
         assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in splits} == splits
+
+
+@pytest.mark.parametrize(("num_seqs", "window"), [(17, None), (33, 100), (64, 8000), (511, None)])
+def test_lanes_find_the_queues_that_one_thread_would_find(num_seqs, window):
+    rng = np.random.default_rng(num_seqs)
+    lens = jnp.asarray(rng.integers(0, 16000, num_seqs) * rng.integers(0, 2, num_seqs), jnp.int32)
+    made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
+    changed = {"num_seqs": num_seqs, "max_seq_len": 16000, "sliding_window": window}
+    tuning = replace(made.tuning, queues=264, splits=0, merge=Merge.KERNEL)
+    geometry = replace(made, problem=Problem(**vars(made.problem) | changed), tuning=tuning)
+
+    def queues():
+        return jax.vmap(lambda program: plan.queue_of(lens, program, geometry))(jnp.arange(264))
+
+    found = queues()
+    with mock.patch.object(plan, "_in_lanes", return_value=False):
+        for of_lanes, of_one in zip(found, queues(), strict=True):
+            assert jnp.where(found.has_more, of_lanes == of_one, True).all()

@@ -19,12 +19,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, cdiv
+from paged_jax.kernels.mosaic_gpu.decode.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 
 _LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
+_FEW_LENGTHS = 16  # each thread looks at all of so many; of more, each lane looks at some
+_MOST_IN_LANES = 512
 
 # Measured: benchmarks/LOG.md, "Even queues".
 _ALIKE = 16  # lengths are alike if the longest is at most 1/16 longer than the mean
@@ -117,12 +121,7 @@ def item_of(index: Scalar, geometry: Geometry) -> Item:
 def queue_of(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
     """A program's queue."""
 
-    def add(_, seq_len, carry):
-        total, longest = carry
-        num_tiles = _num_tiles(seq_len, geometry)
-        return total + num_tiles, lax.max(longest, num_tiles)
-
-    total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), geometry)
+    total, longest = _sum_and_longest(seq_lens_gmem, geometry)
     total_of_items = total * geometry.items_per_seq
     even = functools.partial(_even_queue, seq_lens_gmem, program, total_of_items, geometry)
     if not geometry.tuning.splits:
@@ -144,7 +143,7 @@ def _queue_of_one_split(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Q
 
 def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometry) -> Queue:
     """An even share of the `total` tiles of all items; empty for programs beyond the queues."""
-    queues, zero = jnp.int32(geometry.tuning.queues), jnp.int32(0)
+    queues = jnp.int32(geometry.tuning.queues)
     size, left_over = lax.div(total, queues), lax.rem(total, queues)
 
     def cut(number):  # the first tile of queue `number`
@@ -152,13 +151,8 @@ def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometr
         even = number * size + lax.div(number * left_over, queues)
         return jnp.where(size < _LEAST_TILES, lax.min(number * _LEAST_TILES, total), even)
 
-    def search(seq, seq_len, carry):  # the sequence that holds tile `first`, and the tiles before the sequence
-        after, (found, before) = carry[0] + _num_tiles(seq_len, geometry) * geometry.items_per_seq, carry[1]
-        past = first >= after
-        return after, (jnp.where(past, seq + 1, found), jnp.where(past, after, before))
-
     first, end = cut(program), cut(program + 1)
-    _, (seq, before) = _over_lengths(seq_lens_gmem, search, (zero, (zero, zero)), geometry)
+    seq, before = _sequence_at(seq_lens_gmem, first, geometry)
     num_tiles = _num_tiles(seq_lens_gmem[lax.min(seq, jnp.int32(geometry.problem.num_seqs - 1))], geometry)
     kv_head, tile = lax.div(first - before, num_tiles), lax.rem(first - before, num_tiles)
     return Queue(seq, kv_head, tile, end - first, 2 * program)
@@ -252,21 +246,77 @@ def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> Quer
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
     """The tokens that a sequence's query sees: begin <= token < end."""
-    begin, end = jnp.int32(0), lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))
+    begin, end = jnp.int32(0), at_most(seq_len, geometry.problem.max_seq_len)
     if geometry.problem.sliding_window is not None:
-        begin = lax.max(seq_len - geometry.problem.sliding_window, jnp.int32(0))
+        begin = at_least(seq_len - geometry.problem.sliding_window, 0)
     return begin, end
 
 
 def _first_run(begin: Scalar, geometry: Geometry) -> Scalar:
     """The first token of the run that contains `begin`."""
-    return lax.div(begin, jnp.int32(geometry.run_tokens)) * geometry.run_tokens
+    return div(begin, geometry.run_tokens) * geometry.run_tokens
 
 
 def _num_tiles(seq_len: Scalar, geometry: Geometry) -> Scalar:
     """The number of an item's tiles in queues. An empty sequence has one, so that a program stores its results."""
     begin, end = _visible(seq_len, geometry)
-    return lax.max(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), jnp.int32(1))
+    return at_least(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), 1)
+
+
+def _sum_and_longest(seq_lens_gmem, geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The sum of all sequences' tiles, for one item of each, and the most of them."""
+
+    def add(_, seq_len, carry):
+        total, longest = carry
+        num_tiles = _num_tiles(seq_len, geometry)
+        return total + num_tiles, lax.max(longest, num_tiles)
+
+    if not _in_lanes(geometry):
+        return _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), geometry)
+    tiles = _tiles_in_lanes(seq_lens_gmem, geometry)
+    total = lanes.of_lane(lanes.sums(sum(tiles[1:], tiles[0])), jnp.int32(WARP - 1))
+    return total, lanes.largest(functools.reduce(lax.max, tiles))
+
+
+def _sequence_at(seq_lens_gmem, first: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The sequence that holds tile `first` of all items, and the tiles before the sequence."""
+
+    def search(seq, seq_len, carry):
+        after, (found, before) = carry[0] + _num_tiles(seq_len, geometry) * geometry.items_per_seq, carry[1]
+        past = first >= after
+        return after, (jnp.where(past, seq + 1, found), jnp.where(past, after, before))
+
+    if not _in_lanes(geometry):
+        zero = jnp.int32(0)
+        return _over_lengths(seq_lens_gmem, search, (zero, (zero, zero)), geometry)[1]
+    tiles = [x * geometry.items_per_seq for x in _tiles_in_lanes(seq_lens_gmem, geometry)]
+    own = sum(tiles[1:], tiles[0])
+    sums = lanes.sums(own)
+    after = before = sums - own
+    seq = _first_of_lane(geometry)
+    for x in tiles:
+        after += x
+        past = after <= first
+        seq, before = seq + past.astype(jnp.int32), jnp.where(past, after, before)
+    lane = at_most(lanes.number_at_most(sums, first), WARP - 1)
+    return lanes.of_lane(seq, lane), lanes.of_lane(before, lane)
+
+
+def _in_lanes(geometry: Geometry) -> bool:
+    """Whether the lanes of each warp look at the lengths side by side."""
+    return _FEW_LENGTHS < geometry.problem.num_seqs <= _MOST_IN_LANES
+
+
+def _tiles_in_lanes(seq_lens_gmem, geometry: Geometry) -> list[Array]:
+    """The tiles of the sequences that each lane looks at, which are neighbours; 0 past the last sequence."""
+    num_seqs, first = geometry.problem.num_seqs, _first_of_lane(geometry)
+    lens = [lanes.gather(seq_lens_gmem, first + i, num_seqs - 1) for i in range(-(-num_seqs // WARP))]
+    return [jnp.where(first + i < num_seqs, _num_tiles(x, geometry), 0) for i, x in enumerate(lens)]
+
+
+def _first_of_lane(geometry: Geometry) -> Array:
+    """The first sequence of each lane."""
+    return (lanes.iota() & (WARP - 1)) * -(-geometry.problem.num_seqs // WARP)
 
 
 def _over_lengths(seq_lens_gmem, step, carry, geometry: Geometry):

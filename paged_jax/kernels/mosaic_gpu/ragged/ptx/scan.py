@@ -8,16 +8,14 @@ from typing import Any
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
-    array,
     as_i32,
     assembly,
     bytes_of,
@@ -32,31 +30,16 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
+from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT as LAYOUT
+from paged_jax.kernels.mosaic_gpu.hopper.threads import gather as gather
+from paged_jax.kernels.mosaic_gpu.hopper.threads import iota as iota
+from paged_jax.kernels.mosaic_gpu.hopper.threads import of_threads as of_threads
+from paged_jax.kernels.mosaic_gpu.hopper.threads import sums_in_lanes as sums_in_lanes
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
-LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _WARPS = WARPGROUP // WARP
 _LARGEST = (1 << 22) - 1  # larger values are sorted like this one; the other bits hold the index
 _AT_ONCE = 16  # values that `_number_larger` loads in one step of its loop
-
-
-def iota() -> Array:
-    """0, 1, 2, ..."""
-    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT)
-
-
-def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
-    """values[min(index, last)] for each index."""
-
-    @inline(plgpu.RefType(), LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
-    def load(_, values_gmem, indices):
-        index = arith.minsi(element(indices.registers.item(), 0), i32(last))
-        at = add(address(values_gmem), bytes_of(index, 4))
-        word = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
-        return of_threads(value)
-
-    return load(values_gmem, indices)
 
 
 def totals(arrays: dict[int, Array], sums_smem: Ref) -> list[Any]:
@@ -309,16 +292,6 @@ def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
     return start, total
 
 
-def sums_in_lanes(x):
-    """Inclusive prefix sums of integers over the lanes of a warp."""
-    code = """{ .reg .b32 earlier; .reg .pred reaches; mov.b32 $0, $1;
-    shfl.sync.up.b32 earlier|reaches, $1, DISTANCE, 0, 0xffffffff; @reaches add.s32 $0, $1, earlier; }"""
-    for distance in (1, 2, 4, 8, 16):
-        text = code.replace("DISTANCE", str(distance))
-        x = llvm.inline_asm(x.type, [x], text, "=&r,r", has_side_effects=True)
-    return x
-
-
 def _sum_of_warp(x):
     """The sum of a float32, or of an integer, over the lanes of a warp, as a float32."""
     if not isinstance(x.type, ir.F32Type):
@@ -331,13 +304,6 @@ def _sum_of_warp(x):
 def integer_sum_of_warp(x):
     """The sum of an integer over the lanes of a warp."""
     return llvm.inline_asm(x.type, [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
-
-
-def of_threads(value):
-    """An array with an integer, or a float32, of each thread."""
-    registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), value.type), value), object)
-    is_signed = None if isinstance(value.type, ir.F32Type) else True
-    return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed)
 
 
 def _load(at):

@@ -1,0 +1,1 @@
+"""Substitutes for the PTX of the decode kernel, for Pallas's interpreter."""
