@@ -1,1 +1,1 @@
-"""Substitutes for the PTX of the decode kernel, for Pallas's interpreter."""
+"""In the interpreter, these functions on whole arrays replace `paged_jax/kernels/mosaic_gpu/decode/ptx/`."""

@@ -15,20 +15,25 @@ queue has one such split. Then there may be more programs than queues.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.decode.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.decode.ptx import warps
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, at_most, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 
-_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
-_FEW_LENGTHS = 16  # each thread looks at all of so many; of more, each lane looks at some
-_MOST_IN_LANES = 512
+# Each thread looks at all lengths if there are up to `_FEW_LENGTHS`. Of more, each lane of a warp looks at some, and
+# the lanes put together what they found. Beyond `_MOST_IN_LANES`, a lane would hold more than 16 lengths in registers,
+# so each thread looks at all of them in a loop. Only batches of 19 to 64 sequences were timed (benchmarks/LOG.md,
+# "Queues cost a look and a merge").
+_FEW_LENGTHS, _MOST_IN_LANES = 16, 512
+_LENGTHS_IN_FLIGHT = 64  # lengths that each thread loads at a time where it looks at all of them
 
 # Measured: benchmarks/LOG.md, "Even queues".
 _ALIKE = 16  # lengths are alike if the longest is at most 1/16 longer than the mean
@@ -120,8 +125,7 @@ def item_of(index: Scalar, geometry: Geometry) -> Item:
 
 def queue_of(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
     """A program's queue."""
-
-    total, longest = _sum_and_longest(seq_lens_gmem, geometry)
+    total, longest = _total_and_longest(seq_lens_gmem, geometry)
     total_of_items = total * geometry.items_per_seq
     even = functools.partial(_even_queue, seq_lens_gmem, program, total_of_items, geometry)
     if not geometry.tuning.splits:
@@ -263,8 +267,8 @@ def _num_tiles(seq_len: Scalar, geometry: Geometry) -> Scalar:
     return at_least(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), 1)
 
 
-def _sum_and_longest(seq_lens_gmem, geometry: Geometry) -> tuple[Scalar, Scalar]:
-    """The sum of all sequences' tiles, for one item of each, and the most of them."""
+def _total_and_longest(seq_lens_gmem, geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The tiles of all sequences together, and those of the longest one, where a sequence has one item."""
 
     def add(_, seq_len, carry):
         total, longest = carry
@@ -274,8 +278,8 @@ def _sum_and_longest(seq_lens_gmem, geometry: Geometry) -> tuple[Scalar, Scalar]
     if not _in_lanes(geometry):
         return _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), geometry)
     tiles = _tiles_in_lanes(seq_lens_gmem, geometry)
-    total = lanes.of_lane(lanes.sums(sum(tiles[1:], tiles[0])), jnp.int32(WARP - 1))
-    return total, lanes.largest(functools.reduce(lax.max, tiles))
+    total = warps.lane_of(warps.sums_of_warp(functools.reduce(operator.add, tiles)), WARP - 1)
+    return total, warps.largest(functools.reduce(lax.max, tiles))
 
 
 def _sequence_at(seq_lens_gmem, first: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
@@ -290,33 +294,39 @@ def _sequence_at(seq_lens_gmem, first: Scalar, geometry: Geometry) -> tuple[Scal
         zero = jnp.int32(0)
         return _over_lengths(seq_lens_gmem, search, (zero, (zero, zero)), geometry)[1]
     tiles = [x * geometry.items_per_seq for x in _tiles_in_lanes(seq_lens_gmem, geometry)]
-    own = sum(tiles[1:], tiles[0])
-    sums = lanes.sums(own)
-    after = before = sums - own
+    own = functools.reduce(operator.add, tiles)
+    sums = warps.sums_of_warp(own)
+    # Each lane searches its own sequences. Only the first lane whose last tile comes after tile `first` can find it.
+    before = after = sums - own
     seq = _first_of_lane(geometry)
-    for x in tiles:
-        after += x
+    for num_tiles in tiles:
+        after = after + num_tiles
         past = after <= first
         seq, before = seq + past.astype(jnp.int32), jnp.where(past, after, before)
-    lane = at_most(lanes.number_at_most(sums, first), WARP - 1)
-    return lanes.of_lane(seq, lane), lanes.of_lane(before, lane)
+    lane = at_most(warps.number_at_most(sums, first), WARP - 1)
+    return warps.lane_of(seq, lane), warps.lane_of(before, lane)
 
 
 def _in_lanes(geometry: Geometry) -> bool:
-    """Whether the lanes of each warp look at the lengths side by side."""
+    """Whether the lanes of each warp share the lengths among them."""
     return _FEW_LENGTHS < geometry.problem.num_seqs <= _MOST_IN_LANES
 
 
 def _tiles_in_lanes(seq_lens_gmem, geometry: Geometry) -> list[Array]:
-    """The tiles of the sequences that each lane looks at, which are neighbours; 0 past the last sequence."""
+    """For each of a lane's sequences, an array of the tiles of one item; 0 past the last sequence."""
     num_seqs, first = geometry.problem.num_seqs, _first_of_lane(geometry)
-    lens = [lanes.gather(seq_lens_gmem, first + i, num_seqs - 1) for i in range(-(-num_seqs // WARP))]
+    lens = [warps.gather(seq_lens_gmem, first + i, num_seqs - 1) for i in range(_seqs_of_lane(geometry))]
     return [jnp.where(first + i < num_seqs, _num_tiles(x, geometry), 0) for i, x in enumerate(lens)]
 
 
 def _first_of_lane(geometry: Geometry) -> Array:
-    """The first sequence of each lane."""
-    return (lanes.iota() & (WARP - 1)) * -(-geometry.problem.num_seqs // WARP)
+    """The first of each lane's sequences, which are neighbours."""
+    return (warps.iota() & (WARP - 1)) * _seqs_of_lane(geometry)
+
+
+def _seqs_of_lane(geometry: Geometry) -> int:
+    """How many sequences each lane looks at; there may be none for the last lanes."""
+    return pl.cdiv(geometry.problem.num_seqs, WARP)
 
 
 def _over_lengths(seq_lens_gmem, step, carry, geometry: Geometry):

@@ -1,4 +1,9 @@
-"""Arrays with one element for each thread of a warpgroup, in PTX."""
+"""Arrays with one element for each thread of a warpgroup, in PTX.
+
+The folders `ptx/` of kernels import these functions, and kernels call them there, where the tests replace them.
+"""
+
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -8,7 +13,8 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from paged_jax.kernels.mosaic_gpu.hopper.inline import add, address, array, bytes_of, element, i32, inline
+from paged_jax.kernels.mosaic_gpu.hopper.inline import SCALAR, add, address, array, bytes_of, element, i32, inline
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 
@@ -32,6 +38,29 @@ def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
         return of_threads(value)
 
     return load(values_gmem, indices)
+
+
+def sums_of_warp(values: Array) -> Array:
+    """Inclusive prefix sums of integers over the lanes of each warp."""
+
+    @inline(LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def compute(_, values):
+        return of_threads(sums_in_lanes(element(values.registers.item(), 0)))
+
+    return compute(values)
+
+
+def lane_of(values: Array, lane: Any) -> Scalar:
+    """The integer of a lane, for all threads of its warp."""
+
+    @inline(LAYOUT, SCALAR, returns=(), dtype="int32", layout=SCALAR)
+    def get(_, values, lane):
+        value = element(values.registers.item(), 0)
+        code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        value = llvm.inline_asm(value.type, [value, lane.registers.item()], code, "=r,r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return get(values, jnp.int32(lane))
 
 
 def sums_in_lanes(x):

@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import SCALAR, element, inline
-from paged_jax.kernels.mosaic_gpu.ragged.ptx.scan import LAYOUT, of_threads
+from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT, of_threads
 
 
 def reciprocal(x: Any) -> Any:

@@ -30,11 +30,9 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
-from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT as LAYOUT
+from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT, of_threads, sums_in_lanes
 from paged_jax.kernels.mosaic_gpu.hopper.threads import gather as gather
 from paged_jax.kernels.mosaic_gpu.hopper.threads import iota as iota
-from paged_jax.kernels.mosaic_gpu.hopper.threads import of_threads as of_threads
-from paged_jax.kernels.mosaic_gpu.hopper.threads import sums_in_lanes as sums_in_lanes
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 _WARPS = WARPGROUP // WARP

@@ -24,14 +24,10 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
-from paged_jax.kernels.mosaic_gpu.ragged.ptx.scan import (
-    LAYOUT,
-    integer_sum_of_warp,
-    iota,
-    of_threads,
-    store_word,
-    sums_in_lanes,
-)
+from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT, of_threads
+from paged_jax.kernels.mosaic_gpu.hopper.threads import lane_of as lane_of
+from paged_jax.kernels.mosaic_gpu.hopper.threads import sums_of_warp as sums_of_warp
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.scan import integer_sum_of_warp, iota, store_word
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 _WARPS = WARPGROUP // WARP
@@ -106,35 +102,12 @@ def votes(conditions: Array) -> Scalar:
     return vote(conditions)
 
 
-def lane_of(values: Array, lane: Any) -> Scalar:
-    """The integer of a lane, for all threads of its warp."""
-
-    @inline(LAYOUT, SCALAR, returns=(), dtype="int32", layout=SCALAR)
-    def get(_, values, lane):
-        value = element(values.registers.item(), 0)
-        code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-        value = llvm.inline_asm(value.type, [value, lane.registers.item()], code, "=r,r,r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return get(values, jnp.int32(lane))
-
-
 def sum_of_warp(values: Array) -> Array:
     """The sum of integers over the lanes of each warp."""
 
     @inline(LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
     def compute(_, values):
         return of_threads(integer_sum_of_warp(element(values.registers.item(), 0)))
-
-    return compute(values)
-
-
-def sums_of_warp(values: Array) -> Array:
-    """Inclusive prefix sums of integers over the lanes of each warp."""
-
-    @inline(LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
-    def compute(_, values):
-        return of_threads(sums_in_lanes(element(values.registers.item(), 0)))
 
     return compute(values)
 
