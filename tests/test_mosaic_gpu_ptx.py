@@ -9,6 +9,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 
 from paged_jax import BlockSparse
+from paged_jax.kernels.mosaic_gpu.decode.ptx import warps as decode_warps
 from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes
 from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
@@ -135,6 +136,9 @@ def test_sums_of_warps(gpu):
     first = np.tile(of_warps[0], 4)
     assert ragged_warps.lane_of(first, np.int32(7)) == first[7]
     assert ragged_warps.count_of_warp((first > 0).astype(np.int32)) == (of_warps[0] > 0).sum()
+    assert decode_warps.largest(first) == first.max()
+    for limit in first[:3]:
+        assert decode_warps.number_at_most(first, limit) == (of_warps[0] <= limit).sum()
 
 
 def test_arithmetic_in_one_instruction(gpu):

@@ -1,5 +1,6 @@
 """Tests how decode cuts its work: splits and queues, which the device's code plans. Most of it runs here as Python."""
 
+import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -16,13 +17,21 @@ from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
 from paged_jax.kernels.problem import Device, Problem
 from tests import mosaic_interpreter
 from tests.test_mosaic_gpu_narrow import geometry_of
+from tests.warpgroup import THREADS, Warpgroup
 
 
 @pytest.fixture(autouse=True)
-def in_lanes():
-    """Plans compute in lanes what no machine without a GPU has."""
-    with mosaic_interpreter.in_lanes():
+def in_lanes(request):
+    """Replaces what plans compute in lanes, except where a warpgroup in NumPy runs its PTX."""
+    with contextlib.nullcontext() if "warpgroup" in request.fixturenames else mosaic_interpreter.in_lanes():
         yield
+
+
+@pytest.fixture
+def warpgroup():
+    threads = np.arange(THREADS, dtype=np.int32)
+    with Warpgroup().running() as made, mock.patch.object(plan.warps, "iota", return_value=threads):
+        yield made
 
 
 @pytest.fixture
@@ -195,19 +204,43 @@ def test_queues(seq_lens, programs, busy, splits, window):
         assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in splits} == splits
 
 
-@pytest.mark.parametrize(("num_seqs", "window"), [(17, None), (33, 100), (64, 8000), (511, None)])
-def test_lanes_find_the_queues_that_one_thread_would_find(num_seqs, window):
+FOR_LANES = pytest.mark.parametrize(("num_seqs", "window"), [(17, None), (33, 100), (64, 8000), (511, None)])
+
+
+def drawn(num_seqs, window):
+    """Random lengths, half of them 0, and a geometry with 264 queues."""
     rng = np.random.default_rng(num_seqs)
     lens = jnp.asarray(rng.integers(0, 16000, num_seqs) * rng.integers(0, 2, num_seqs), jnp.int32)
     made = geometry_of(cache_dtype="float16", head_size=64, num_heads=2, num_kv_heads=2, tile=64)
     changed = {"num_seqs": num_seqs, "max_seq_len": 16000, "sliding_window": window}
     tuning = replace(made.tuning, queues=264, splits=0, merge=Merge.KERNEL)
-    geometry = replace(made, problem=Problem(**vars(made.problem) | changed), tuning=tuning)
+    return lens, replace(made, problem=Problem(**vars(made.problem) | changed), tuning=tuning)
 
-    def queues():
-        return jax.vmap(lambda program: plan.queue_of(lens, program, geometry))(jnp.arange(264))
 
-    found = queues()
+def queues_of(lens, geometry):
+    return jax.vmap(lambda program: plan.queue_of(lens, program, geometry))(jnp.arange(264))
+
+
+def queues_of_one_thread(lens, geometry):
+    """The queues if each thread looks at all lengths."""
     with mock.patch.object(plan, "_in_lanes", return_value=False):
-        for of_lanes, of_one in zip(found, queues(), strict=True):
-            assert jnp.where(found.has_more, of_lanes == of_one, True).all()
+        return queues_of(lens, geometry)
+
+
+@FOR_LANES
+def test_lanes_find_the_queues_that_one_thread_would_find(num_seqs, window):
+    lens, geometry = drawn(num_seqs, window)
+    found = queues_of(lens, geometry)
+    for of_lanes, of_one in zip(found, queues_of_one_thread(lens, geometry), strict=True):
+        assert jnp.where(found.has_more, of_lanes == of_one, True).all()
+
+
+@FOR_LANES
+def test_their_ptx_finds_the_same(warpgroup, num_seqs, window):
+    lens, geometry = drawn(num_seqs, window)
+    expected, lens_gmem = queues_of_one_thread(lens, geometry), warpgroup.put(np.asarray(lens))
+    there = np.flatnonzero(expected.has_more)
+    for program in there[:: len(there) // 20]:
+        found = plan.queue_of(lens_gmem, np.int32(program), geometry)
+        assert [int(x) for x in found] == [int(x[program]) for x in expected]
+    assert not plan.queue_of(lens_gmem, np.int32(264), geometry).has_more

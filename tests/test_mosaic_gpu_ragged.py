@@ -17,6 +17,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
+from paged_jax.kernels.mosaic_gpu.decode import ptx as decode_ptx
 from paged_jax.kernels.mosaic_gpu.mla import ptx as mla_ptx
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose, items, ptx
@@ -26,7 +27,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import kernel_name, kinds_of, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
-from tests import inputs, interpreted_mla, interpreted_ptx, oracle, plain
+from tests import inputs, interpreted_decode, interpreted_mla, interpreted_ptx, oracle, plain
 from tests.cases import Case
 from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
@@ -91,7 +92,9 @@ def some(cases, slow, without=()):
 
 
 @pytest.mark.parametrize(
-    ("ptx", "interpreted"), [(ptx, interpreted_ptx), (mla_ptx, interpreted_mla)], ids=["ragged", "mla"]
+    ("ptx", "interpreted"),
+    [(ptx, interpreted_ptx), (mla_ptx, interpreted_mla), (decode_ptx, interpreted_decode)],
+    ids=["ragged", "mla", "decode"],
 )
 def test_interpreter_replaces_what_is_in_ptx(ptx, interpreted):
     """Each function in `ptx/` with PTX or MLIR has a substitute with the same parameters."""

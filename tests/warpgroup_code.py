@@ -284,7 +284,7 @@ def _instruction(op: str, values):
         return np.bitwise_count(values[0]).astype(np.uint32)
     if name == "setp":
         x, y = (np.asarray(v, np.uint32).view(as_kind[kind]) for v in values)
-        return {"eq": np.equal, "ne": np.not_equal, "lt": np.less}[parts[0]](x, y)
+        return {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal}[parts[0]](x, y)
     if name == "mov":
         return values[0]
     if op == "and.pred":
