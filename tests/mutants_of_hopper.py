@@ -102,17 +102,17 @@ MUTANTS_OF_HOPPER = [
         "tests/test_mosaic_gpu_ragged_plan.py -k cached_and_new",
     ),
     Mutant(
-        "ragged: the merge forgets queries that fill half a wide item",
+        "ragged: the merge forgets queries that fill one band of a wide item",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "return jnp.where(left_over <= half, left_over, 0)",
-        "return jnp.where(left_over < half, left_over, 0)",
+        "return jnp.where(left_over <= band, left_over, 0)",
+        "return jnp.where(left_over < band, left_over, 0)",
         "tests/test_mosaic_gpu_ragged_plan.py -k items_of_one_kind",
     ),
     Mutant(
-        "ragged: queries that fill half a wide item are in both kinds",
+        "ragged: queries that fill one band of a wide item are in both kinds",
         "kernels/mosaic_gpu/ragged/sequence.py",
-        "return whole + (left_over > half).astype(jnp.int32)",
-        "return whole + (left_over >= half).astype(jnp.int32)",
+        "return whole + (left_over > band).astype(jnp.int32)",
+        "return whole + (left_over >= band).astype(jnp.int32)",
         "tests/test_mosaic_gpu_ragged_plan.py -k items_of_one_kind",
     ),
     Mutant(

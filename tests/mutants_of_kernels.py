@@ -335,8 +335,8 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu ragged: cached tokens are read as new ones, too",
         "kernels/mosaic_gpu/ragged/softmax.py",
-        "        seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)\n",
-        "        pass\n",
+        "zip(firsts, begins, strict=True)] if firsts else begins\n",
+        "zip(firsts, begins, strict=True)] if firsts else []\n",
         "tests/test_mosaic_gpu_sparse.py -k 'new_tokens_in_the_interpreter and thin'",
     ),
     Mutant(

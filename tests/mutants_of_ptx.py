@@ -6,9 +6,9 @@ _TESTS = "tests/test_mosaic_gpu_ptx.py"
 
 MUTANTS_OF_PTX = [
     Mutant(
-        "ptx: queries past the first half of a wide item are in both halves",
+        "ptx: queries past the first band of a wide item are in two bands",
         "kernels/mosaic_gpu/ragged/ptx/rows.py",
-        "    if geometry.half_tokens * group < WGMMA_ROWS:\n",
+        "    if geometry.band_tokens * group < WGMMA_ROWS:\n",
         "    if False:\n",
         _TESTS,
     ),

@@ -202,8 +202,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: the window of ragged attention is one too wide",
         "kernels/mosaic_gpu/ragged/softmax.py",
-        "seen &= token > _side_by_side(before, kind)",
-        "seen &= token >= _side_by_side(before, kind)",
+        "firsts = [rows.position + 1 - (start + problem.sliding_window) for start in span.starts]",
+        "firsts = [rows.position - (start + problem.sliding_window) for start in span.starts]",
         "tests/test_mosaic_gpu_ragged.py -k short-window",
     ),
     Mutant(

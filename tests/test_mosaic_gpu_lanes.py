@@ -47,6 +47,24 @@ def test_values_side_by_side():
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_unseen_columns_are_hidden(window):
+    x, last = drawn(64, COLUMNS), np.arange(-20, 44, dtype=np.int32)
+    lasts, firsts = [last, np.int32(10), last - 3], [last - 9, np.int32(9), last - 5] if window else []
+    by_rows = [[by_row(bound) if np.ndim(bound) else bound for bound in bounds] for bounds in (firsts, lasts)]
+    found = lanes.masked(tile(x), *by_rows)
+    column = np.arange(COLUMNS)
+    hidden = column > of_columns(lasts)
+    if window:
+        hidden |= column < of_columns(firsts)
+    assert 0 < hidden.sum() < hidden.size
+    np.testing.assert_array_equal(found, np.where(hidden, -np.inf, x))
+
+
+def of_columns(bounds):
+    return np.repeat(np.stack([np.broadcast_to(bound, 64) for bound in bounds], axis=1), COLUMNS // len(bounds), axis=1)
+
+
 def test_sums():
     x = drawn(64, COLUMNS)
     of_lanes = lanes.sums(tile(x))

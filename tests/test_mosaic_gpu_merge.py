@@ -66,7 +66,7 @@ def scalars(*values):
 
 
 @pytest.mark.parametrize(
-    ("of_kind", "half", "num_tokens", "splits", "has_sinks", "head_size"),
+    ("of_kind", "band", "num_tokens", "splits", "has_sinks", "head_size"),
     [
         (0, 0, 16, 6, False, 64),
         (0, 1, 5, 3, True, 128),
@@ -76,16 +76,16 @@ def scalars(*values):
         (1, 0, 2, 19, True, 64),
         (1, 0, 1, 33, False, 128),
     ],
-    ids=["wide", "wide-second-half", "many-splits", "many-rows", "one-query", "few-rows", "few-rows-three-times"],
+    ids=["wide", "wide-second-band", "many-splits", "many-rows", "one-query", "few-rows", "few-rows-three-times"],
 )
-def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_sinks, head_size):
+def test_rows_of_ragged_attention(gpu, of_kind, band, num_tokens, splits, has_sinks, head_size):
     """Threads share rows of any size, and the rows and splits are loaded in as many steps as they need."""
     rng, options = np.random.default_rng(of_kind), {"sinks": SINKS} if has_sinks else None
     geometry, *_ = planned((40,), (900,), 8, 2, head_size, None, options=options, num_programs=4)
     kind, problem = kinds_of(geometry)[of_kind], geometry.problem
     first_token, first_partial, kv_head = 2, 3, 1
-    out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.halves, 64), head_size)
-    log_sums[:, half, 1] = -np.inf  # a row that sees no token at all
+    out, log_sums = partials_of(rng, (first_partial + splits + 1, kind.bands, 64), head_size)
+    log_sums[:, band, 1] = -np.inf  # a row that sees no token at all
     shape = first_token + num_tokens + 2, 8, head_size
     refs = ragged_merge.RowRefs(
         Partials(gpu.put(out), gpu.put(log_sums)),
@@ -93,11 +93,11 @@ def test_rows_of_ragged_attention(gpu, of_kind, half, num_tokens, splits, has_si
         gpu.put(np.full(shape, np.nan, dtype_of(problem.query_dtype))),
         gpu.put(np.full(shape[:-1], np.nan, np.float32)),
     )
-    rows = scalars(first_token, num_tokens, kv_head, half, first_partial, splits)
+    rows = scalars(first_token, num_tokens, kv_head, band, first_partial, splits)
     ragged_merge.merge_item(refs, ragged_merge.SplitRows(*rows), kind)
     expected = {}
     for token, of_group in np.ndindex(num_tokens, 4):
-        head, at = 4 * kv_head + of_group, (slice(first_partial, first_partial + splits), half, 4 * token + of_group)
+        head, at = 4 * kv_head + of_group, (slice(first_partial, first_partial + splits), band, 4 * token + of_group)
         expected[first_token + token, head] = merged(out[at], log_sums[at], SINKS[head] if has_sinks else None)
     assert any(np.isneginf(lse) for _, lse in expected.values())
     check(refs, expected)
@@ -108,9 +108,9 @@ def places_of(copy, head, kind):
     tile, of_tile = divmod(copy.token, kind.tokens)
     later, kv_head = copy.query_tiles - 1 - tile, head // 4
     item = later * 2 + kv_head if copy.heads_together == 2 else kv_head * copy.query_tiles + later
-    half, of_half = divmod(of_tile, kind.geometry.half_tokens)
+    band, of_band = divmod(of_tile, kind.geometry.band_tokens)
     first = copy.first_partial + item * copy.splits
-    return slice(first, first + copy.splits), half, of_half * 4 + head % 4
+    return slice(first, first + copy.splits), band, of_band * 4 + head % 4
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -124,7 +124,7 @@ def test_copies_of_queries(gpu, has_sinks):
     thin = ragged_merge.Copy(*scalars(0, 5, 1, 2, 7, 1))
     pairs = [(wide, thin), (none, thin), (none, none), (thin, wide._replace(heads_together=np.int32(2)))]
     kinds = {int(kind.is_wide): kind for kind in kinds_of(geometry)}
-    partials = {is_wide: partials_of(rng, (16, kind.halves, 64), 64) for is_wide, kind in kinds.items()}
+    partials = {is_wide: partials_of(rng, (16, kind.bands, 64), 64) for is_wide, kind in kinds.items()}
     shape = len(pairs) + 1, 8, 64
     refs = ragged_merge.CopyRefs(
         *(Partials(*map(gpu.put, partials[is_wide])) for is_wide in (1, 0)),

@@ -212,9 +212,9 @@ def test_descriptions_of_items(gpu):
 def test_rows_of_queries_and_of_results(gpu, head_size, group, of_kind):
     kind = kinds_of(head_size, group)[of_kind]
     rng, first, kv_head, num_heads = np.random.default_rng(0), 3, 1, 2 * group
-    half = kind.geometry.half_tokens
-    for count in {half, max(half // 2 - 1, 1), 0, *([half + 5] if kind.is_wide else [])}:
-        num_tokens = min(count, half)
+    most = kind.geometry.band_tokens
+    for count in {most, max(most // 2 - 1, 1), 0, *([most + 5] if kind.is_wide else [])}:
+        num_tokens = min(count, most)
         shape = first + count, num_heads, head_size
         query, found = gpu.put(values(rng, *shape)), rows.QueryRows(*map(np.int32, (first, count, kv_head)))
         query_smem = gpu.empty((64, head_size), BFLOAT16, SHARED)

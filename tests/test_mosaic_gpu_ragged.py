@@ -41,6 +41,7 @@ def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **
 # Wide and thin items and every option occur, in as few small cases as possible.
 INTERPRETED = [
     small("plain", 4, 2, 64, 16, "bfloat16"),
+    small("three-bands", 4, 2, 64, 16, "bfloat16", seq_lens=(170, 30), query_lens=(150, 1)),
     small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
     small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", max_seq_len=130),
     small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced"),

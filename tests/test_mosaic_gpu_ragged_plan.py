@@ -94,12 +94,12 @@ def test_there_is_room_for_all_partial_results(of_kind):
     assert fullest > 0.5
 
 
-def test_each_half_of_a_split_item_has_a_counter():
+def test_each_band_of_a_split_item_has_a_counter():
     geometry, *_ = planned((1, 40), (70, 4000), 8, 2, 64, None, table_width=250)
     places = [
-        (kind, i, half) for kind in kinds_of(geometry) for i in range(kind.num_partials) for half in range(kind.halves)
+        (kind, i, band) for kind in kinds_of(geometry) for i in range(kind.num_partials) for band in range(kind.bands)
     ]
-    assert [kind.split_counter(i, half) for kind, i, half in places] == list(range(2, num_counters(geometry)))
+    assert [kind.split_counter(i, band) for kind, i, band in places] == list(range(2, num_counters(geometry)))
 
 
 @pytest.mark.sampled(1)
@@ -304,14 +304,14 @@ def test_items_cover_each_row_and_token_once(shape):
                 found.append(item.partial)
                 whole = item.kind, item.first_partial, item.splits, item.first_token, item.num_tokens, item.kv_head
                 splits.setdefault(whole, []).append(item.partial - item.first_partial)
-                for half in range(kind.halves):
-                    counters.setdefault(kind.split_counter(item.first_partial, half), set()).add((*whole, half))
+                for band in range(kind.bands):
+                    counters.setdefault(kind.split_counter(item.first_partial, band), set()).add((*whole, band))
         assert not plan.exists(jnp.int32(num_items), counts, kind)
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= kind.num_partials
     assert any(partials)
     assert all(found == list(range(number)) for (_, _, number, *_), found in splits.items()), "whose results are merged"
-    assert all(len(halves) == 1 for halves in counters.values()), "each half of an item has a counter of its own"
+    assert all(len(bands) == 1 for bands in counters.values()), "each band of an item has a counter of its own"
     positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
     for token in range(len(positions)):
         for head in range(shape[1]):
@@ -366,9 +366,9 @@ def items_and_spans(counts, lengths, kind, most_tiles):
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (5, 1)])
 def test_each_query_is_in_items_of_one_kind(num_heads, num_kv_heads):
-    """Queries that fill half of a wide item are in a thin one, whose rows the merge counts by the same rule."""
+    """Queries that fill one band of a wide item are in a thin one, whose rows the merge counts by the same rule."""
     geometry, *_ = planned((1, 40), (70, 40), num_heads, num_kv_heads, 64, None)
-    lens = jnp.arange(1, 6 * geometry.half_tokens + 1)
+    lens = jnp.arange(1, 6 * geometry.band_tokens + 1)
     sequence, queries = sequences.Sequence(lens, lens, lens), 0
     for kind in kinds_of(geometry):
         tiles, of_kind = (np.asarray(f(sequence, kind)) for f in (sequences.query_tiles, sequences.num_queries))

@@ -14,7 +14,7 @@ def merge_item(refs, rows, kind):
         """Merges one row. On a GPU, several threads merge it."""
         problem = kind.geometry.problem
         empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(problem.head_size, jnp.float32)
-        state = _add(empty, rows.splits, rows.first_partial, (rows.half, row), refs.partials)
+        state = _add(empty, rows.splits, rows.first_partial, (rows.band, row), refs.partials)
         head = rows.kv_head * problem.group + row % problem.group
         _store(state, refs, rows.first_token + row // problem.group, head, problem)
 
@@ -40,7 +40,7 @@ def _place(token, head, copy, kind):
     first_head = kv_head // together * together
     heads = jnp.minimum(together, problem.num_kv_heads - first_head)
     item = first_head * copy.query_tiles + (copy.query_tiles - 1 - tile) * heads + kv_head - first_head
-    index = of_tile // geometry.half_tokens, of_tile % geometry.half_tokens * problem.group + head % problem.group
+    index = of_tile // geometry.band_tokens, of_tile % geometry.band_tokens * problem.group + head % problem.group
     return copy.first_partial + item * copy.splits, index
 
 

@@ -11,7 +11,7 @@ def _row_of_query(row, rows, geometry):
     """For each row of a warpgroup: whether it has a token, and its token and query head."""
     group = geometry.problem.group
     token, of_group = row // group, row % group
-    exists = (token < rows.num_tokens) & (row < geometry.half_tokens * group)
+    exists = (token < rows.num_tokens) & (row < geometry.band_tokens * group)
     return exists, rows.first_token + token, rows.kv_head * group + of_group
 
 

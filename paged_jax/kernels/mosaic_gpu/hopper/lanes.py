@@ -4,6 +4,7 @@ In the layout of wgmma's results, a lane has two rows of an array [64, n], 8 apa
 every 8. Its registers are pairs [n / 8, 2]. Four lanes share a row.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,37 @@ def sum_of_lanes(x: Array) -> Array:
     return compute(x)
 
 
+def masked(x: Array, firsts: Sequence[Any], lasts: Sequence[Any]) -> Array:
+    """x [64, n], with -inf in the columns before the first one that a row sees, and after the last one.
+
+    Each first column, and each last one, is an array [64] or a scalar, for an equal share of the columns. A share has 8
+    columns or more. Without first columns, rows see all columns before their last one. Bounds are compared with
+    constants, so no register holds the number of a column.
+    """
+    shape, layouts = x.shape, [_layout_of(bound) for bound in (*firsts, *lasts)]
+
+    @inline(plgpu.Layout.WGMMA, *layouts, returns=shape, dtype="float32")
+    def compute(_, x, *bounds):
+        pairs, own_column = x.registers.reshape(-1, 2), mul(rem(thread_index_read_again(), 4), 2)
+        bounds = [[arith.subi(bound, own_column) for bound in _of_both_rows(of_rows)] for of_rows in bounds]
+        firsts_of_rows, lasts_of_rows = bounds[: len(firsts)], bounds[len(firsts) :]
+        hidden, shown = mgpu.c(-math.inf, ir.F32Type.get()), np.empty(pairs.shape, object)
+
+        def hides(column: int, h: int, share: int):
+            is_after = arith.cmpi(arith.CmpIPredicate.sgt, i32(column), lasts_of_rows[share][h])
+            if not firsts:
+                return is_after
+            return arith.ori(is_after, arith.cmpi(arith.CmpIPredicate.slt, i32(column), firsts_of_rows[share][h]))
+
+        for chunk, h in np.ndindex(pairs.shape):
+            share, pair = chunk * len(lasts) // len(pairs), pairs[chunk, h]
+            values = [arith.select(hides(8 * chunk + i, h, share), hidden, element(pair, i)) for i in range(2)]
+            shown[chunk, h] = vector.from_elements(pair.type, values)
+        return array(shown, x.layout, shape)
+
+    return compute(x, *firsts, *lasts)
+
+
 def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
     """Raises maxima [64] to the maxima of the rows of x [64, n] that exceed them by more than `lag` / `factor`.
 
@@ -133,18 +165,34 @@ def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
     return compute(maxima, x, factor)
 
 
-def exponentials(x: Array, factor: Any, bases: Array) -> Array:
-    """2 ** (x * factor - bases), for x [64, n] and bases [64]. The factor is a scalar or [64]; exponents round once."""
+def exponentials(x: Array, factor: Any, bases: Array, ahead: int | None = None) -> Array:
+    """2 ** (x * factor - bases), for x [64, n] and bases [64]. The factor is a scalar or [64]; exponents round once.
+
+    Args:
+      ahead: how many groups of 8 columns ptxas may compute exponents ahead of their exponentials; None for any number.
+        If it computes many ahead, the units for exponentials wait. So the base of a later group depends on an earlier
+        exponential, of which 0 times is added. A NaN or an infinity makes the sum of its row NaN in any case.
+    """
     shape = x.shape
 
     @inline(plgpu.Layout.WGMMA, _layout_of(factor), _BY_ROW, returns=shape, dtype="float32")
     def compute(_, x, factor, bases):
-        pairs = x.registers.reshape(-1, 2)
+        pairs, zero = x.registers.reshape(-1, 2), mgpu.c(0.0, ir.F32Type.get())
         pair_type = pairs[0, 0].type
         factors = [vector.broadcast(pair_type, value) for value in _of_both_rows(factor)]
-        negative = [vector.broadcast(pair_type, arith.negf(element(register, 0))) for register in bases.registers.flat]
-        exponents = [mlir_math.fma(pair, factors[h], negative[h]) for row in pairs for h, pair in enumerate(row)]
-        return array(np.array(exponents, object), x.layout, shape).exp2(approx=True)
+        negative = [arith.negf(element(register, 0)) for register in bases.registers.flat]
+        groups = ahead or len(pairs)
+        found = np.empty(pairs.shape, object)
+        for first in range(0, len(pairs), groups):
+            if first:
+                earlier = [element(found[first - groups, h], 0) for h in range(2)]
+                negative = [mlir_math.fma(earlier[h], zero, negative[h]) for h in range(2)]
+            of_pairs = [vector.broadcast(pair_type, value) for value in negative]
+            some = pairs[first : first + groups]
+            exponents = [mlir_math.fma(pair, factors[h], of_pairs[h]) for row in some for h, pair in enumerate(row)]
+            columns = array(np.array(exponents, object), x.layout, (WGMMA_ROWS, 8 * len(some))).exp2(approx=True)
+            found[first : first + groups] = columns.registers.reshape(-1, 2)
+        return array(found, x.layout, shape)
 
     return compute(x, factor, bases)
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from paged_jax.kernels.mosaic_gpu.hopper import refuse
-from paged_jax.kernels.mosaic_gpu.hopper.limits import PROGRAM_MEMORY, WARPGROUP
+from paged_jax.kernels.mosaic_gpu.hopper.limits import PROGRAM_MEMORY, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refuse import NAME, check
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
@@ -13,6 +13,7 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
+_MOST_HEAD_SIZE_OF_THREE = 64  # computing warpgroups; with more elements of O their registers do not suffice
 _MOST_REGISTERS = 200  # registers of a computing thread for O, S and P
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
@@ -45,8 +46,19 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
                 stages=stages,
                 raw_tiles=raw_tiles,
                 queries=queries,
+                computing_warpgroups=_computing_warpgroups(problem),
                 counts_in_kernel=problem.num_seqs + 2 <= _MOST_COUNTED,
             )
+
+
+def _computing_warpgroups(problem: Problem) -> int:
+    """How many warpgroups compute: three if wide items may exist and their O and P leave room for a third one.
+
+    Conversions of 8 bits need more registers than the loading warpgroup then has.
+    """
+    may_be_wide = problem.max_query_len > WGMMA_ROWS // problem.group
+    is_small = problem.head_size <= _MOST_HEAD_SIZE_OF_THREE and problem.cache_itemsize > 1
+    return 3 if may_be_wide and is_small else 2
 
 
 def _refusals(problem: Problem, device: Device) -> list[str]:

@@ -24,9 +24,14 @@ class Geometry:
     tuning: Tuning
 
     @property
-    def half_tokens(self) -> int:
+    def band_tokens(self) -> int:
         """Query tokens that fit into `WGMMA_ROWS` rows, where each token takes a row for each head of a group."""
         return WGMMA_ROWS // self.problem.group
+
+    @property
+    def wide_tokens(self) -> int:
+        """The most query tokens of a wide item."""
+        return self.tuning.computing_warpgroups * self.band_tokens
 
     # Tiles of K and V.
 
@@ -98,6 +103,11 @@ class Geometry:
         (benchmarks/LOG.md, "The second product in halves").
         """
         return self.problem.head_size <= _MOST_WITH_LONG_SOFTMAX and self.tuning.tile % (2 * _LEAST_PRODUCT) == 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether computing warpgroups take turns at the matrix units. Three keep them busy without turns."""
+        return self.tuning.computing_warpgroups == 2
 
     # Block-sparse patterns.
 

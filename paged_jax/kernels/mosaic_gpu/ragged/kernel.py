@@ -1,21 +1,21 @@
 """The ragged kernel: attention with any number of queries for each sequence, in one launch.
 
-Grid: one program on each multiprocessor, a thread block of three warpgroups. It takes work items (`plan.py`) until none
-is left. The matrix units bound wide items and memory bounds thin ones, so some programs begin with wide items and
-the others with thin ones.
+Grid: one program on each multiprocessor, a thread block of three or four warpgroups. It takes work items (`plan.py`)
+until none is left. The matrix units bound wide items and memory bounds thin ones, so some programs begin with wide
+items and the others with thin ones.
 
-Who loads: warpgroup 2 claims an item, describes it to the others (`items.py`), and copies its query and, run by
+Who loads: the last warpgroup claims an item, describes it to the others (`items.py`), and copies its query and, run by
 run through the block table (TMA), its tiles of K and V into rings of `stages` tiles (`load.py`). It runs ahead: while
 it loads an item's tiles, it also loads the next item's query, if both fit (else see `queries.py`).
 
-Who computes: warpgroups 0 and 1, each with 64 query rows as M of wgmma, and tokens as N:
+Who computes: two warpgroups, or three for heads up to 64, each with 64 query rows as M of wgmma, and tokens as N:
 
     S [64, tile] = Q [64, d] x K^T [d, tile]        A, B in shared memory
     O [64, d]   += P [64, tile] x V [tile, d]       A in registers
 
-In a wide item each warpgroup has its own 64 rows and reads every tile. They take turns at the matrix units: one
-computes S of a tile and O of the tile before, while the other computes its softmax (`wide.py`). In a thin item both
-have the same rows and take alternate tiles; then one hands its softmax over to the other (`thin.py`).
+In a wide item each warpgroup has its own 64 rows and reads every tile. Two warpgroups take turns at the matrix units:
+one computes S of a tile and O of the tile before, while the other computes its softmax (`wide.py`). In a thin item the
+first two have the same rows and take alternate tiles; then one hands its softmax over to the other (`thin.py`).
 
 Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
@@ -50,11 +50,10 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import (
     with_factors_in_smem,
 )
 
-_LOADS = 2  # the warpgroup that loads; the others compute
-# Registers of each thread. The three warpgroups start with 2 * 216 + 72 = 3 * 168; a warpgroup that asks for
-# more waits forever. With 224 for computing threads heads of 128 spill two registers fewer, but ptxas delays the
-# exponentials of wide tiles (benchmarks/LOG.md, "What is spilled").
-_COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
+# Registers of each computing and of each loading thread, by the number of computing warpgroups. All warpgroups start
+# with equal shares: 2 * 216 + 72 = 3 * 168, and 3 * 160 + 32 = 4 * 128. A warpgroup that asks for more waits forever.
+# With 152 for each thread of three computing warpgroups, ptxas would serialize the products.
+_REGISTERS = {2: (216, 72), 3: (160, 32)}
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
@@ -65,7 +64,7 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
         outputs(geometry),
         scratch(geometry),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        num_threads=3,
+        num_threads=geometry.tuning.computing_warpgroups + 1,
         grid=(geometry.tuning.num_programs,),
         grid_names=("program",),
         kernel_name=kernel_name(geometry),
@@ -73,19 +72,20 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
 
 
 def _kernel(refs: Refs, geometry: Geometry) -> None:
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup, loads = lax.axis_index("warpgroup"), geometry.tuning.computing_warpgroups
+    computing_registers, loading_registers = _REGISTERS[loads]
 
-    @pl.when(warpgroup < _LOADS)
+    @pl.when(warpgroup < loads)
     def compute():
-        plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        plgpu.set_max_registers(computing_registers, action="increase")
         ahead.prefetch(refs, geometry)
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
         _attend_to_items(with_factors_in_smem(refs, geometry), geometry)
 
-    @pl.when(warpgroup == _LOADS)
+    @pl.when(warpgroup == loads)
     def load():
-        plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(loading_registers, action="decrease")
         ragged_load.load_items(refs, geometry)
 
 
@@ -95,7 +95,8 @@ def _clear_padding(refs: Refs, geometry: Geometry) -> None:
     problem, programs = geometry.problem, geometry.tuning.num_programs
     first = lax.clamp(jnp.int32(0), inputs.lengths.query_start_loc[problem.num_seqs], jnp.int32(problem.num_tokens))
     worker = lax.axis_index("warpgroup") * programs + lax.axis_index("program")
-    results.clear_rows(results.Results(outputs.out, outputs.lse), first, worker, _LOADS * programs, problem)
+    workers = geometry.tuning.computing_warpgroups * programs
+    results.clear_rows(results.Results(outputs.out, outputs.lse), first, worker, workers, problem)
 
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
@@ -105,13 +106,13 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
     def attend_to_wide_or_thin(state):
         stage, item_kind = state
         # Thin items are 1 to 2% faster if their code comes first (benchmarks/LOG.md, "What is spilled").
-        pl.when(item_kind != WIDE)(lambda: thin.attend_to_item(stage, refs, thin_kind))
+        pl.when(item_kind != WIDE)(lambda: thin.attend_or_pass_by(stage, refs, thin_kind))
         pl.when(item_kind == WIDE)(lambda: wide.attend_to_item(stage, refs, wide_kind))
         return item_after(stage)
 
     def attend_to_thin(state):
         stage, _ = state
-        thin.attend_to_item(stage, refs, thin_kind)
+        thin.attend_or_pass_by(stage, refs, thin_kind)
         return item_after(stage)
 
     def item_after(stage):
@@ -131,6 +132,9 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
 
     if not wide_kind.may_exist:
         attend_to_all(attend_to_thin)
+        return
+    if not geometry.takes_turns:
+        attend_to_all(attend_to_wide_or_thin)
         return
     # Warpgroup 1 gives the first turn to warpgroup 0. After the last item warpgroup 0 takes the turn that is left over:
     # the barrier must end as it began.

@@ -16,7 +16,7 @@ LOADING_WARPS = 4
 """Warps of the loading warpgroup."""
 
 NO_ITEM, WIDE, THIN = range(3)
-"""Values of `Item.kind`. A wide item has up to 2 * `WGMMA_ROWS` query rows, a thin one up to `WGMMA_ROWS`."""
+"""Values of `Item.kind`. A thin item has up to `WGMMA_ROWS` query rows, a wide one so many for each warpgroup."""
 
 _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
@@ -62,7 +62,7 @@ class ItemKind:
     @property
     def may_exist(self) -> bool:
         """Whether a batch may have items of this kind. With a small `max_query_len` all items are thin."""
-        return not self.is_wide or self.geometry.problem.max_query_len > self.geometry.half_tokens
+        return not self.is_wide or self.geometry.problem.max_query_len > self.geometry.band_tokens
 
     @property
     def takes_all(self) -> bool:
@@ -98,14 +98,14 @@ class ItemKind:
         return problem.num_kv_heads * (problem.num_tokens // self.tokens + problem.num_seqs)
 
     @property
-    def halves(self) -> int:
-        """Halves of an item; each has up to `WGMMA_ROWS` rows."""
-        return 2 if self.is_wide else 1
+    def bands(self) -> int:
+        """Bands of an item's rows: up to `WGMMA_ROWS` rows each, which one warpgroup attends with."""
+        return self.geometry.tuning.computing_warpgroups if self.is_wide else 1
 
     @property
     def tokens(self) -> int:
         """The most query tokens that an item may have."""
-        return self.halves * self.geometry.half_tokens
+        return self.bands * self.geometry.band_tokens
 
     # Tiles of K and V.
 
@@ -202,7 +202,7 @@ class ItemKind:
     @property
     def tile_cost(self) -> int:
         """The cost of an item's products with one tile."""
-        return self.tile // _COST_TOKENS * self.halves
+        return self.tile // _COST_TOKENS * self.bands
 
     # Splits.
 
@@ -238,19 +238,19 @@ class ItemKind:
     @property
     def split_counters(self) -> int:
         """The number of counters of stored partial results, if the kernel merges them."""
-        return 0 if self.geometry.merges_copies else self.num_partials * self.halves
+        return 0 if self.geometry.merges_copies else self.num_partials * self.bands
 
-    def split_counter(self, first_partial: Any, half: Any) -> Any:
-        """The index of the counter of one half of a split item, which its first partial result identifies."""
+    def split_counter(self, first_partial: Any, band: Any) -> Any:
+        """The index of the counter of one band of a split item, which its first partial result identifies."""
         first = 2 if self.is_wide else 2 + kinds_of(self.geometry)[0].split_counters
-        return first + first_partial * self.halves + half
+        return first + first_partial * self.bands + band
 
     @property
     def _most_query_tiles(self) -> int:
         """An upper bound of the number of query tiles of all sequences."""
         problem = self.geometry.problem
-        if self.is_wide:  # each has more tokens than a half
-            return problem.num_tokens // (self.geometry.half_tokens + 1)
+        if self.is_wide:  # each has more tokens than a band
+            return problem.num_tokens // (self.geometry.band_tokens + 1)
         return problem.num_seqs + (problem.num_tokens // self.tokens if self.takes_all else 0)
 
     @property
@@ -318,7 +318,7 @@ def kernel_name(geometry: Geometry) -> str:
 
 def partial_bytes(geometry: Geometry) -> int:
     """Bytes of global memory that are set aside for partial results."""
-    rows = sum(kind.num_partials * kind.halves * WGMMA_ROWS for kind in kinds_of(geometry))
+    rows = sum(kind.num_partials * kind.bands * WGMMA_ROWS for kind in kinds_of(geometry))
     return 4 * rows * (geometry.problem.head_size + 1)
 
 

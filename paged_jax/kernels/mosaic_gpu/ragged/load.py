@@ -206,17 +206,18 @@ class _ItemLoader:
         return item.num_tiles, asked
 
     def _load_query(self, item: Item, items_before: Scalar) -> None:
-        """Starts the copy of an item's query, 64 rows for each half, once its stage is free."""
+        """Starts the copy of an item's query, 64 rows for each band, once its stage is free."""
         geometry, query = self.kind.geometry, self.refs.smem.query
         stage = items.query_stage(items.stage_of(items_before), geometry)
         pl.when(items_before >= geometry.tuning.queries)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
-        half = jnp.int32(geometry.half_tokens)
+        band = jnp.int32(geometry.band_tokens)
         query_gmem, query_smem, token = self.refs.inputs_gmem.query, query.rows, plan.query_of(item, geometry)
-        first = rows.QueryRows(token, lax.min(item.num_tokens, half), item.kv_head)
+        first = rows.QueryRows(token, lax.min(item.num_tokens, band), item.kv_head)
         rows.load_queries(query_gmem, query_smem.at[stage, 0], first, self.kind)
         if self.kind.is_wide:
-            second = rows.QueryRows(token + half, item.num_tokens - half, item.kv_head)
-            rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
+            for i in range(1, self.kind.bands):
+                later = rows.QueryRows(token + i * band, item.num_tokens - i * band, item.kv_head)
+                rows.load_queries(query_gmem, query_smem.at[stage, i], later, self.kind)
         elif geometry.divides_queries:  # each warpgroup divides a copy of its own in place
             rows.load_queries(query_gmem, query_smem.at[stage, 1], first, self.kind)
 

@@ -2,8 +2,8 @@
 
 The query tokens of a sequence are cut into tiles. A work item is such a tile with all heads of one kv head's group:
 
-    wide    up to 2 * half_tokens tokens, 128 rows: each warpgroup has 64 rows, and both read every tile of K and V
-    thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows and take alternate tiles of K and V
+    wide    up to wide_tokens tokens: each computing warpgroup has a band of 64 rows, and all read every tile of K and V
+    thin    up to band_tokens tokens, 64 rows: two warpgroups have the same rows and take alternate tiles of K and V
 
 Only the last query tile of a sequence may be thin. But if `max_query_len` is small, all query tiles are thin, which
 halves the kernel's code. Rows past the last sequence are padding; they are in no item, and `kernel.py` clears them.

@@ -46,13 +46,13 @@ def finish(query_stage: Scalar, next_query: Array | None, refs: Refs, geometry: 
 def read(stage: Scalar, refs: Refs, geometry: Geometry) -> Array:
     """Waits for the description in a stage, and starts to read this warpgroup's rows of its query into registers.
 
-    Both warpgroups of a thin item read the same rows. After the last item there are none.
+    The two warpgroups of a thin item read the same rows. After the last item there are none.
     """
     kind = items.kind_of(stage, refs.smem)
-    half = jnp.where(kind == WIDE, lax.axis_index("warpgroup"), 0)
+    band = jnp.where(kind == WIDE, lax.axis_index("warpgroup"), 0)
     item = items.read(stage, refs.smem)
     item = item._replace(first_token=plan.query_of(item, geometry))
-    rows = softmax.query_rows_of(item, half, geometry)
+    rows = softmax.query_rows_of(item, band, geometry)
     return ptx.read_queries(refs.inputs_gmem.query, rows, geometry)
 
 

@@ -34,7 +34,7 @@ class Counted(enum.IntEnum):
 class Signal(enum.IntEnum):
     """The index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these signals."""
 
-    TURN = 0  # the warpgroup may use the matrix units; one barrier for each computing warpgroup
+    TURN = 0  # the warpgroup may use the matrix units; one barrier for each of two computing warpgroups
     ITEM = TURN + 2  # an item is described; one barrier for each stage of items
     QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
     QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; a barrier for each stage of items
@@ -118,7 +118,7 @@ class QueryRing(NamedTuple):
     """A ring of items' queries. Results overwrite them on their way to global memory."""
 
     consumed: Ref  # ABSENT if computing warpgroups read the queries
-    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries that are copied and then divided arrive as bits of bfloat16
+    rows: Ref  # [stages, bands, WGMMA_ROWS, head_size]; queries that are copied and divided arrive as bits of bfloat16
     divisors: Ref  # [2, WGMMA_ROWS], of query rows that computing warpgroups have read and divided
 
 
@@ -132,14 +132,16 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    drawn: Ref  # [3], counts that the loading warpgroup, and each computing one, got when it last increased a counter
+    drawn: (
+        Ref  # [warpgroups], counts that the loading one, then each computing one, got when it last increased a counter
+    )
     factors: Ref  # [1 + k_scales + v_scales], the factors of the whole call over 8 bits
     counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
     keys: TileRing
     ordered_by: Ref  # [WARPGROUP], the sort keys of sequences
     values_copied: Ref  # barrier of wide items
-    lse: Ref  # [2, WGMMA_ROWS]
+    lse: Ref  # [computing warpgroups, WGMMA_ROWS]
     maxima: Ref  # [WGMMA_ROWS], of a handed-over softmax
     order: Ref  # as in `Counts`, if the kernel counts
     wide_programs: Ref  # as in `Counts`, if the kernel counts
@@ -186,7 +188,7 @@ def outputs(geometry: Geometry) -> Outputs:
         counts = Counts(table, ABSENT, ABSENT)
 
     def partials(kind: ItemKind) -> Partials:
-        rows = max(kind.num_partials, 1), kind.halves, WGMMA_ROWS
+        rows = max(kind.num_partials, 1), kind.bands, WGMMA_ROWS
         return Partials(jax.ShapeDtypeStruct((*rows, problem.head_size), f32), jax.ShapeDtypeStruct(rows, f32))
 
     return Outputs(
@@ -201,6 +203,7 @@ def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
     wide, thin = (_barriers(kind) for kind in kinds_of(geometry))
     queries, rows = geometry.tuning.queries, plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
+    computing = geometry.tuning.computing_warpgroups
     reads_queries, factors = geometry.reads_own_queries, sum(factor_sizes(geometry).values())
     counts, counted, ordered_by = _counts(geometry)
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
@@ -209,23 +212,23 @@ def scratch(geometry: Geometry) -> Scratch:
         tokens = geometry.tuning.raw_tiles * geometry.tuning.tile
         raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
-        drawn=plgpu.SMEM((3,), jnp.int32),
+        drawn=plgpu.SMEM((1 + computing,), jnp.int32),
         factors=plgpu.SMEM((factors,), jnp.float32) if factors else ABSENT,
         counted=counted,
         items=ItemRing(
-            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),
+            consumed=plgpu.Barrier(num_arrivals=computing, num_barriers=ITEM_STAGES),
             fields=plgpu.SMEM((ITEM_STAGES, _ITEM_FIELDS), jnp.int32),
         ),
         keys=keys._replace(consumed=wide.keys_consumed, ready=wide.keys_ready),
         values_copied=wide.values_copied,
-        lse=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
+        lse=plgpu.SMEM((computing, WGMMA_ROWS), jnp.float32),
         maxima=rows,
         order=counts.order,
         ordered_by=ordered_by,
         wide_programs=counts.wide_programs,
         query=QueryRing(
-            consumed=ABSENT if reads_queries else plgpu.Barrier(num_arrivals=2, num_barriers=queries),
-            rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
+            consumed=ABSENT if reads_queries else plgpu.Barrier(num_arrivals=computing, num_barriers=queries),
+            rows=_swizzled((queries, computing, WGMMA_ROWS, geometry.problem.head_size), geometry),
             divisors=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32) if reads_queries else ABSENT,
         ),
         raw=RawTiles(wide.raw_ready, raw),
@@ -263,7 +266,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
     if not kind.may_exist:
         return TileBarriers(*[ABSENT] * len(TileBarriers._fields))
     geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
-    consumed = plgpu.Barrier(num_arrivals=kind.halves, num_barriers=kind.stages)
+    consumed = plgpu.Barrier(num_arrivals=kind.bands, num_barriers=kind.stages)
     raw_ready = copied = ABSENT
     if geometry.converts_tiles:
         raw_ready = plgpu.Barrier(num_arrivals=runs, num_barriers=kind.raw_stages)

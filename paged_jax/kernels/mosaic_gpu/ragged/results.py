@@ -25,24 +25,24 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, factor_of_results, over_columns
 
 
-def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
+def hand_over(state: State, bands_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
     """Hands a softmax over to the other warpgroup: normalised O in 16 bits, and its rounding error."""
     out, maxima, sums = state
     dtype = geometry.operand_dtype
     out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
     rounded = layout(out.astype(dtype))
-    halves_smem.at[1][...] = rounded
-    halves_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
+    bands_smem.at[1][...] = rounded
+    bands_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
     smem.maxima[...] = maxima
     smem.sums[...] = sums
     plgpu.barrier_arrive(smem.signal(Signal.HANDED_OVER))
 
 
-def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
+def take_over(state: State, bands_smem: Ref, smem: Scratch) -> State:
     """Merges this warpgroup's softmax with the one that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    rounded, lost = (plgpu.load(halves_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
+    rounded, lost = (plgpu.load(bands_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_maxima, other_sums = (plgpu.load(ref, layout=by_row) for ref in (smem.maxima, smem.sums))
     both = lax.max(maxima, other_maxima)
     rescale, weight = exp(maxima - both), other_sums * exp(other_maxima - both)
@@ -50,14 +50,14 @@ def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
     return State(layout(out), layout(both, 1), layout(sums * rescale + weight, 1))
 
 
-def store(stage: Scalar, half: Scalar, state: State, out_smem: Ref, refs: Refs, kind: ItemKind) -> None:
-    """Stores one half of the item in a stage through `out_smem`, and releases the description of a wide item.
+def store(stage: Scalar, band: Scalar, state: State, out_smem: Ref, refs: Refs, kind: ItemKind) -> None:
+    """Stores one band of the item in a stage through `out_smem`, and releases the description of a wide item.
 
     The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill, which
     has the latency of memory (benchmarks/LOG.md, "What is spilled").
     """
     item = items.read(stage, refs.smem)
-    rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+    rows = softmax.rows_of(item, band, refs.inputs_gmem, kind)
     # Each warpgroup has its own memory for lse: while one stores a thin item, the other may store the next item.
     results_smem = Results(out_smem, refs.smem.lse.at[lax.axis_index("warpgroup")])
 
@@ -70,9 +70,9 @@ def store(stage: Scalar, half: Scalar, state: State, out_smem: Ref, refs: Refs, 
         _store_whole(rows, state, results_smem, refs, kind)
 
     def store_partial():
-        _store_partial(item.partial, half, rows, state, refs, kind)
+        _store_partial(item.partial, band, rows, state, refs, kind)
         if not kind.geometry.merges_copies:
-            _merge_if_last(stage, half, refs, kind)
+            _merge_if_last(stage, band, refs, kind)
         finish()
 
     if kind.geometry.merges_copies:
@@ -106,30 +106,30 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
     ptx.store_rows(results_smem, results_gmem, rows.query, kind)
 
 
-def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
-    """Stores one half of a partial result."""
+def _store_partial(partial: Scalar, band: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
+    """Stores one band of a partial result."""
     (out, maxima, sums), factor = state, factor_of_results(kind.geometry)
     sums = sums * factor
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
     partials_gmem = refs.outputs_gmem.partials(kind)
     out = layout(out * over_columns(rows.v_scale * factor / end.divisors, out.shape[1]))
-    ptx.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
-    partials_gmem.log_sums.at[partial, half][...] = layout(end.lse_of_base_2, 1)
+    ptx.store_partial(partials_gmem.out.at[partial, band], out, rows.query.num_tokens, kind.geometry)
+    partials_gmem.log_sums.at[partial, band][...] = layout(end.lse_of_base_2, 1)
 
 
-def _merge_if_last(stage: Scalar, half: Scalar, refs: Refs, kind: ItemKind) -> None:
-    """Merges the partial results of one half of an item, if this warpgroup has stored the last one of them.
+def _merge_if_last(stage: Scalar, band: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Merges the partial results of one band of an item, if this warpgroup has stored the last one of them.
 
     They are merged in the order of splits, so the result does not depend on which one is the last.
     """
     item = items.read(stage, refs.smem)
-    counter = kind.split_counter(item.first_partial, half)
+    counter = kind.split_counter(item.first_partial, band)
     earlier = counters.stored_before(counter, lax.axis_index("warpgroup"), refs)
 
     @pl.when(earlier == item.splits - 1)
     def merge_all():
         item = items.read(stage, refs.smem)
-        rows = softmax.query_rows_of(item, half, kind.geometry)
+        rows = softmax.query_rows_of(item, band, kind.geometry)
         outputs, sinks = refs.outputs_gmem, refs.inputs_gmem.options.per_head.sinks
         row_refs = merge.RowRefs(outputs.partials(kind), sinks, outputs.out, outputs.lse)
-        merge.merge_item(row_refs, merge.SplitRows(*rows, half, item.first_partial, item.splits), kind)
+        merge.merge_item(row_refs, merge.SplitRows(*rows, band, item.first_partial, item.splits), kind)

@@ -51,11 +51,11 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
     """
     if kind.takes_all:
         return cdiv(sequence.query_len, kind.tokens)
-    half, whole = kind.geometry.half_tokens, _whole_tiles(sequence, kind.geometry)
-    left_over = sequence.query_len - whole * (2 * half)
+    band, whole = kind.geometry.band_tokens, _whole_tiles(sequence, kind.geometry)
+    left_over = sequence.query_len - whole * kind.geometry.wide_tokens
     if kind.is_wide:
-        return whole + (left_over > half).astype(jnp.int32)
-    return ((left_over > 0) & (left_over <= half)).astype(jnp.int32)
+        return whole + (left_over > band).astype(jnp.int32)
+    return ((left_over > 0) & (left_over <= band)).astype(jnp.int32)
 
 
 def heads_together(query_tiles: Any, num_items: Any, kind: ItemKind) -> Any:
@@ -75,19 +75,19 @@ def first_query(sequence: Sequence, kind: ItemKind) -> Any:
     """The index, in its sequence, of the first query token that is in an item of this kind."""
     if kind.has_several:
         return jnp.int32(0)
-    return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
+    return _whole_tiles(sequence, kind.geometry) * kind.geometry.wide_tokens
 
 
 def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
     """The number of a sequence's query tokens in items of this kind."""
     if kind.takes_all:
         return sequence.query_len
-    half = kind.geometry.half_tokens
-    in_whole_tiles = _whole_tiles(sequence, kind.geometry) * (2 * half)
+    band = kind.geometry.band_tokens
+    in_whole_tiles = _whole_tiles(sequence, kind.geometry) * kind.geometry.wide_tokens
     left_over = sequence.query_len - in_whole_tiles
     if kind.is_wide:
-        return jnp.where(left_over > half, sequence.query_len, in_whole_tiles)
-    return jnp.where(left_over <= half, left_over, 0)
+        return jnp.where(left_over > band, sequence.query_len, in_whole_tiles)
+    return jnp.where(left_over <= band, left_over, 0)
 
 
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
@@ -131,4 +131,4 @@ def visible(sequence: Sequence, position: Scalar, num_tokens: Scalar, problem: P
 
 def _whole_tiles(sequence: Sequence, geometry: Geometry) -> Any:
     """The number of query tiles that fill a wide item."""
-    return div(sequence.query_len, 2 * geometry.half_tokens)
+    return div(sequence.query_len, geometry.wide_tokens)

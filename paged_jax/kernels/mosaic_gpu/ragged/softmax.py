@@ -33,6 +33,9 @@ _EXPONENT_IN_FLOAT16 = 8
 # The least and the largest exponent of the power of two that divides a query row. Within these bounds, the power has an
 # inverse in float32, and the factor times the power is not 0: logits may be -inf, and 0 * -inf would be NaN.
 _DIVISORS = -40, 126
+# Groups of 8 columns. With 1 or 4 of them, a chunk of 512 queries takes 4 to 5% longer (benchmarks/LOG.md, "What is
+# spilled").
+_AHEAD = 2
 _LEAST_FACTOR = 1e-20  # smaller factors, and negative ones, are applied before the exponentials
 
 
@@ -104,13 +107,13 @@ def empty(geometry: Geometry) -> State:
     )
 
 
-def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
-    """The rows of one half of an item."""
-    problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
+def rows_of(item: Item, band: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
+    """The rows of one band of an item."""
+    problem, band_tokens, options = kind.geometry.problem, kind.geometry.band_tokens, inputs_gmem.options
     row = lanes.row_numbers()
     token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
-    query = query_rows_of(item, half, kind.geometry)
-    first_position = item.position + half * half_tokens
+    query = query_rows_of(item, band, kind.geometry)
+    first_position = item.position + band * band_tokens
 
     def of_heads(values_gmem):
         values = layout(jnp.zeros((WGMMA_ROWS,), jnp.float32), 1)
@@ -134,11 +137,11 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
     )
 
 
-def query_rows_of(item: Item, half: Scalar, geometry: Geometry) -> QueryRows:
-    """The query rows of one half of an item."""
-    half_tokens = geometry.half_tokens
-    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
-    return QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head)
+def query_rows_of(item: Item, band: Scalar, geometry: Geometry) -> QueryRows:
+    """The query rows of one band of an item."""
+    band_tokens = geometry.band_tokens
+    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - band * band_tokens, jnp.int32(band_tokens))
+    return QueryRows(item.first_token + band * band_tokens, num_tokens, item.kv_head)
 
 
 def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
@@ -231,7 +234,7 @@ def attend(
     # The rounding of maximum * unit is the same everywhere, so it cancels when the sums divide O.
     base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
     rescale = jnp.exp2(old_base - base)
-    exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
+    exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry), _AHEAD)
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
     if not plain and geometry.problem.prefix and geometry.problem.v_scale is not Granularity.NONE:
         weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
@@ -293,22 +296,21 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
 def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     """Sets the logits of unseen tokens to -inf."""
     problem, prefix, pattern = kind.geometry.problem, kind.geometry.problem.prefix, span.pattern
-    token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
         lasts = [lax.min(rows.position, span.end - 1) - start for start in span.starts]
         if pattern is not None:
-            firsts = [start + i * kind.segment_tokens for i, start in enumerate(span.starts)]
-            shown = [patterns.shows(first, rows.position, rows.stripes, kind.geometry) for first in firsts]
+            tokens = [start + i * kind.segment_tokens for i, start in enumerate(span.starts)]
+            shown = [patterns.shows(token, rows.position, rows.stripes, kind.geometry) for token in tokens]
             lasts = [jnp.where(s, last, jnp.full_like(last, -1)) for s, last in zip(shown, lasts, strict=True)]
-        seen = token <= _side_by_side(lasts, kind)
     else:
-        seen = token < span.end - span.starts[0]
+        lasts = [span.end - 1 - span.starts[0]]
+    firsts = []
     if problem.sliding_window is not None:
-        before = [rows.position - (start + problem.sliding_window) for start in span.starts]
-        seen &= token > _side_by_side(before, kind)
+        firsts = [rows.position + 1 - (start + problem.sliding_window) for start in span.starts]
     if prefix and pattern is not None:  # the first tile of new tokens may begin with cached ones
-        seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)
-    return layout(jnp.where(seen, logits, -jnp.inf))
+        begins = [span.begin - start for start in span.starts]
+        firsts = [lax.max(first, begin) for first, begin in zip(firsts, begins, strict=True)] if firsts else begins
+    return lanes.masked(logits, firsts, lasts)
 
 
 def _side_by_side(of_segments: Sequence[Any], kind: ItemKind) -> Any:

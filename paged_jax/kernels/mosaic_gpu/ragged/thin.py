@@ -1,7 +1,8 @@
 """A computing warpgroup's work for a thin item: attention of all rows to every other tile of the item.
 
-Both warpgroups have the same rows, and each takes the tiles of its own stages. The warpgroup without the last tile is
-done first: it hands its softmax over to the other one, and goes on with the next item.
+Two warpgroups attend to a thin item; a third one goes on to the next item. Both have the same rows, and each takes the
+tiles of its own stages. The warpgroup without the last tile is done first: it hands its softmax over to the other one,
+and goes on with the next item.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
 from paged_jax.kernels.mosaic_gpu.ragged import items, plan, queries, results, softmax
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
@@ -22,14 +24,16 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ptx_rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
 
+_WARPGROUPS = 2  # that attend to a thin item
+
 
 def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     """Attends to the thin item in a stage, and stores its results."""
-    smem, query_stage, half = refs.smem, items.query_stage(stage, kind.geometry), jnp.int32(0)
+    smem, query_stage, band = refs.smem, items.query_stage(stage, kind.geometry), jnp.int32(0)
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
-    rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
-    halves_smem = smem.query.rows.at[query_stage]
+    rows = softmax.rows_of(item, band, refs.inputs_gmem, kind)
+    bands_smem = smem.query.rows.at[query_stage]
     query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.copies_queries else 0]
     rows = queries.wait(query_smem, query_stage, rows, refs, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
@@ -45,15 +49,15 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     @pl.when(~takes_over)
     def hand_over():
         plgpu.barrier_wait(query_done)  # the handed-over O overwrites the query
-        results.hand_over(state, halves_smem, smem, kind.geometry)
+        results.hand_over(state, bands_smem, smem, kind.geometry)
 
     # Both wait, because either may take over the next item.
     plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
 
     @pl.when(takes_over)
     def finish():
-        whole = results.take_over(state, halves_smem, smem)
-        results.store(stage, half, whole, halves_smem.at[0], refs, kind)
+        whole = results.take_over(state, bands_smem, smem)
+        results.store(stage, band, whole, bands_smem.at[0], refs, kind)
         if kind.geometry.reads_own_queries:
             plgpu.barrier_arrive(smem.signal(Signal.STORED))
 
@@ -61,6 +65,24 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
         plgpu.barrier_wait(smem.signal(Signal.STORED))
     queries.finish(query_stage, next_query, refs, kind.geometry)
     items.finish(stage, smem)
+
+
+def attend_or_pass_by(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Attends to the thin item in a stage with the first two computing warpgroups; a third one has no part in it."""
+    if kind.geometry.tuning.computing_warpgroups == _WARPGROUPS:
+        attend_to_item(stage, refs, kind)
+        return
+    attends = lax.axis_index("warpgroup") < _WARPGROUPS
+    pl.when(attends)(lambda: attend_to_item(stage, refs, kind))
+    pl.when(~attends)(lambda: _pass_by(stage, refs, kind.geometry))
+
+
+def _pass_by(stage: Scalar, refs: Refs, geometry: Geometry) -> None:
+    """Keeps up with the phases of the barriers of a thin item for which all computing warpgroups wait."""
+    query_stage = items.query_stage(stage, geometry)
+    plgpu.barrier_wait(refs.smem.signal(Signal.QUERY, query_stage))
+    plgpu.barrier_arrive(refs.smem.query.consumed.at[query_stage])
+    items.finish(stage, refs.smem)
 
 
 def _signal_query_done(query_done: Ref) -> None:

@@ -1,8 +1,10 @@
 """A computing warpgroup's work for a wide item: attention of its own 64 rows to all tiles of the item.
 
-The warpgroups take turns at the matrix units (ping-pong scheduling). A turn is S of a tile followed by O of the tile
+Two warpgroups take turns at the matrix units (ping-pong scheduling). A turn is S of a tile followed by O of the tile
 before. A warpgroup computes its softmax under its own O and under the other warpgroup's turn. If the softmax takes
 longer than the products, O has two halves: the second one starts when the softmax has its maxima, and ends the turn.
+Three warpgroups compute so for heads whose softmax takes that long, each at any time: their products are a smaller part
+of their time, so they seldom meet, and turns would only make them wait (benchmarks/LOG.md, "Three warpgroups").
 
 The compiler must not split a turn. So a turn has no branches except those of `softmax.attend`, and it computes no
 operand of the next product. `lanes.settle` keeps the compiler from delaying the softmax until the products are done.
@@ -148,7 +150,9 @@ class _WideTiles:
         return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
 
     def _wait_for_turn(self) -> None:
-        plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))
+        if self.kind.geometry.takes_turns:
+            plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))
 
     def _end_turn(self) -> None:
-        plgpu.barrier_arrive(self.refs.smem.signal(Signal.TURN, 1 - self.warpgroup))
+        if self.kind.geometry.takes_turns:
+            plgpu.barrier_arrive(self.refs.smem.signal(Signal.TURN, 1 - self.warpgroup))

@@ -2,6 +2,7 @@
 
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import exponentials as exponentials
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import in_each_lane as in_each_lane
+from paged_jax.kernels.mosaic_gpu.hopper.lanes import masked as masked
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import raised as raised
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import rescaled as rescaled
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import row_numbers as row_numbers

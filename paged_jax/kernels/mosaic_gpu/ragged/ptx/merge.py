@@ -48,7 +48,7 @@ class SplitRows(NamedTuple):
     first_token: Scalar  # this field and the next two are as in `rows.QueryRows`
     num_tokens: Scalar
     kv_head: Scalar
-    half: Scalar  # which half of the item has these rows
+    band: Scalar  # which band of the item has these rows
     first_partial: Scalar
     splits: Scalar
 
@@ -201,7 +201,7 @@ def _source_of(at: CopyRefs, copy: Copy, head, begin, geometry: Geometry) -> _So
 
     def source(kind: ItemKind, partials: Partials):
         partial, of_partial = _place_in_partials(copy.token, head, copy, kind)
-        rows = i64(kind.halves * WGMMA_ROWS)
+        rows = i64(kind.bands * WGMMA_ROWS)
         return [*partials, arith.addi(arith.muli(as_i64(partial), rows), as_i64(of_partial)), rows]
 
     (wide, thin), found = kinds_of(geometry), []
@@ -245,9 +245,9 @@ def _place_in_partials(token, head, copy: Copy, kind: ItemKind) -> tuple[Any, An
     """The first partial result of the item of a token and a head, and the index of their row in it."""
     geometry, problem = kind.geometry, kind.geometry.problem
     tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
-    half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
+    band, of_band = div(of_tile, geometry.band_tokens), rem(of_tile, geometry.band_tokens)
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
-    of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
+    of_partial = add(mul(band, WGMMA_ROWS), add(mul(of_band, problem.group), of_group))
     first_head = arith.muli(arith.divui(kv_head, copy.heads_together), copy.heads_together)
     heads = arith.minsi(copy.heads_together, arith.subi(i32(problem.num_kv_heads), first_head))
     later_tiles = arith.subi(arith.subi(copy.query_tiles, i32(1)), tile)  # the last query tile comes first
@@ -259,8 +259,8 @@ def _place_in_partials(token, head, copy: Copy, kind: ItemKind) -> tuple[Any, An
 def _load_partial(at: Partials, row: _Row, rows: SplitRows, vectors: int, kind: ItemKind, number) -> tuple[Any, list]:
     """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such partial result."""
     exists = arith.andi(row.own.exists, less(number, rows.splits))
-    half = as_i64(add(mul(add(rows.first_partial, number), kind.halves), rows.half))
-    index = arith.addi(arith.muli(half, i64(WGMMA_ROWS)), as_i64(row.of_partial))
+    band = as_i64(add(mul(add(rows.first_partial, number), kind.bands), rows.band))
+    index = arith.addi(arith.muli(band, i64(WGMMA_ROWS)), as_i64(row.of_partial))
     start = arith.addi(arith.muli(index, i64(4 * kind.geometry.problem.head_size)), bytes_of(row.own.column, 16))
     step = 16 * _threads_of_row(vectors, kind.geometry)
     loaded = [merge.load_elements(at, exists, arith.addi(start, i64(i * step))) for i in range(vectors)]

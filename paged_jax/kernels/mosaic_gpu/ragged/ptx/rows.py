@@ -298,8 +298,8 @@ def row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
     group = geometry.problem.group
     token = div(row, group)
     exists = less(token, rows.num_tokens)
-    if geometry.half_tokens * group < WGMMA_ROWS:
-        used = arith.cmpi(arith.CmpIPredicate.ult, row, i32(geometry.half_tokens * group))
+    if geometry.band_tokens * group < WGMMA_ROWS:
+        used = arith.cmpi(arith.CmpIPredicate.ult, row, i32(geometry.band_tokens * group))
         exists = arith.andi(exists, used)
     head = add(mul(rows.kv_head, group), rem(row, group))
     return exists, add(mul(add(rows.first_token, token), geometry.problem.num_heads), head)
