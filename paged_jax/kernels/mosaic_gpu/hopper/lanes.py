@@ -170,8 +170,9 @@ def exponentials(x: Array, factor: Any, bases: Array, ahead: int | None = None) 
 
     Args:
       ahead: how many groups of 8 columns ptxas may compute exponents ahead of their exponentials; None for any number.
-        If it computes many ahead, the units for exponentials wait. So the base of a later group depends on an earlier
-        exponential, of which 0 times is added. A NaN or an infinity makes the sum of its row NaN in any case.
+        If it computes many ahead, the units for exponentials wait. So 0 times an earlier exponential is added to the
+        base of a later group. That is NaN if the exponential is NaN or infinite, but then the row's result is NaN
+        anyway.
     """
     shape = x.shape
 

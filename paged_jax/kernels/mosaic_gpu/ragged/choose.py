@@ -13,8 +13,8 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
-_MOST_HEAD_SIZE_OF_THREE = 64  # computing warpgroups; with more elements of O their registers do not suffice
-_MOST_REGISTERS = 200  # registers of a computing thread for O, S and P
+_MOST_HEAD_SIZE_OF_THREE = 64  # the largest with three computing warpgroups; for more of O they lack registers
+_MOST_REGISTERS = 200  # of a computing thread's 216, for O, S and P, if two warpgroups compute
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
 
@@ -54,7 +54,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
 def _computing_warpgroups(problem: Problem) -> int:
     """How many warpgroups compute: three if wide items may exist and their O and P leave room for a third one.
 
-    Conversions of 8 bits need more registers than the loading warpgroup then has.
+    Conversions of 8 bits need more registers than the loading warpgroup has beside three.
     """
     may_be_wide = problem.max_query_len > WGMMA_ROWS // problem.group
     is_small = problem.head_size <= _MOST_HEAD_SIZE_OF_THREE and problem.cache_itemsize > 1

@@ -73,6 +73,7 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
 
 def _kernel(refs: Refs, geometry: Geometry) -> None:
     warpgroup, loads = lax.axis_index("warpgroup"), geometry.tuning.computing_warpgroups
+    assert geometry.takes_turns or not geometry.converts_tiles, "who converts tiles has too few registers"
     computing_registers, loading_registers = _REGISTERS[loads]
 
     @pl.when(warpgroup < loads)

@@ -37,7 +37,7 @@ Wide items: it is rounded up from a fraction of 1/8 on. Thin items: it is rounde
 thin items fill the end of the call.
 """
 
-_WIDE_ITEM_COST = 10  # of a wide item's beginning and end: as much as its products with some 300 tokens
+_WIDE_ITEM_COST = 10  # of a wide item's beginning and end: as much as two bands' products with some 300 tokens
 _WIDE_SPLIT_COST = 22  # the same, and its partial result with the merge (benchmarks/LOG.md, "The longest first")
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 
@@ -99,7 +99,7 @@ class ItemKind:
 
     @property
     def bands(self) -> int:
-        """Bands of an item's rows: up to `WGMMA_ROWS` rows each, which one warpgroup attends with."""
+        """Bands of an item: each has up to `WGMMA_ROWS` rows, those of one wgmma instruction."""
         return self.geometry.tuning.computing_warpgroups if self.is_wide else 1
 
     @property

@@ -158,10 +158,10 @@ class _ItemLoader:
 
         For a thin item, they are all tiles except the last two. The next query arrives while these two are loaded. An
         earlier claim could take an item that another program would begin sooner. But at least stages + 2 tiles are
-        loaded before the claim, if the item has so many. By then, both warpgroups have begun this item, so the results
-        of the previous item no longer occupy the shared memory of the next query. If each query has several rows, the
-        claim comes as soon as the item's tiles fill all stages: own tokens behind a prefix may be few tiles. Then the
-        loading warpgroup may wait for the memory of the next query, but it would wait for a stage anyway.
+        loaded before the claim, if the item has so many. By then, both warpgroups that attend to it have begun, so the
+        results of the previous item no longer occupy the shared memory of the next query. If each query has several
+        rows, the claim comes as soon as the item's tiles fill all stages: own tokens behind a prefix may be few tiles.
+        Then the loading warpgroup may wait for the memory of the next query, but it would wait for a stage anyway.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(2 if self.kind.geometry.has_whole_tiles else 1))

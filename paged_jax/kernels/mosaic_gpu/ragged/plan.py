@@ -5,8 +5,9 @@ The query tokens of a sequence are cut into tiles. A work item is such a tile wi
     wide    up to wide_tokens tokens: each computing warpgroup has a band of 64 rows, and all read every tile of K and V
     thin    up to band_tokens tokens, 64 rows: two warpgroups have the same rows and take alternate tiles of K and V
 
-Only the last query tile of a sequence may be thin. But if `max_query_len` is small, all query tiles are thin, which
-halves the kernel's code. Rows past the last sequence are padding; they are in no item, and `kernel.py` clears them.
+Only the last query tile of a sequence may be thin. If it is wide, its last bands may have no queries, and compute 0.
+But if `max_query_len` is small, all query tiles are thin, which halves the kernel's code. Rows past the last sequence
+are padding; they are in no item, and `kernel.py` clears them.
 
 The items of each kind are numbered: by sequence in the order of `count.py`, then by groups of kv heads, then by query
 tile, then by kv head. The last query tile comes first, because it sees most tokens. A group has as few heads as fill

@@ -34,7 +34,7 @@ class Counted(enum.IntEnum):
 class Signal(enum.IntEnum):
     """The index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these signals."""
 
-    TURN = 0  # the warpgroup may use the matrix units; one barrier for each of two computing warpgroups
+    TURN = 0  # the warpgroup may use the matrix units; a barrier for each of two computing warpgroups; not for three
     ITEM = TURN + 2  # an item is described; one barrier for each stage of items
     QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
     QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; a barrier for each stage of items

@@ -2,8 +2,8 @@
 
 Out and lse pass through the query's shared memory; a partial result goes from registers to global memory, and so do out
 and lse of a wide item if warpgroups read the queries. The warpgroup that is the last one to store a partial result of
-its rows merges them all. In a thin item each warpgroup has seen half of the tiles. One hands its softmax over to the
-other, also through the query's shared memory.
+its rows merges them all. In a thin item each of two warpgroups has seen half of the tiles. One hands its softmax over
+to the other, also through the query's shared memory.
 """
 
 import jax.experimental.pallas as pl
@@ -25,24 +25,24 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, factor_of_results, over_columns
 
 
-def hand_over(state: State, bands_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
+def hand_over(state: State, places_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
     """Hands a softmax over to the other warpgroup: normalised O in 16 bits, and its rounding error."""
     out, maxima, sums = state
     dtype = geometry.operand_dtype
     out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
     rounded = layout(out.astype(dtype))
-    bands_smem.at[1][...] = rounded
-    bands_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
+    places_smem.at[1][...] = rounded
+    places_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
     smem.maxima[...] = maxima
     smem.sums[...] = sums
     plgpu.barrier_arrive(smem.signal(Signal.HANDED_OVER))
 
 
-def take_over(state: State, bands_smem: Ref, smem: Scratch) -> State:
+def take_over(state: State, places_smem: Ref, smem: Scratch) -> State:
     """Merges this warpgroup's softmax with the one that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    rounded, lost = (plgpu.load(bands_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
+    rounded, lost = (plgpu.load(places_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_maxima, other_sums = (plgpu.load(ref, layout=by_row) for ref in (smem.maxima, smem.sums))
     both = lax.max(maxima, other_maxima)
     rescale, weight = exp(maxima - both), other_sums * exp(other_maxima - both)
@@ -58,7 +58,7 @@ def store(stage: Scalar, band: Scalar, state: State, out_smem: Ref, refs: Refs, 
     """
     item = items.read(stage, refs.smem)
     rows = softmax.rows_of(item, band, refs.inputs_gmem, kind)
-    # Each warpgroup has its own memory for lse: while one stores a thin item, the other may store the next item.
+    # Each warpgroup has its own memory for lse: while one stores a thin item, another may store the next item.
     results_smem = Results(out_smem, refs.smem.lse.at[lax.axis_index("warpgroup")])
 
     def finish():

@@ -33,7 +33,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, band, refs.inputs_gmem, kind)
-    bands_smem = smem.query.rows.at[query_stage]
+    places_smem = smem.query.rows.at[query_stage]
     query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.copies_queries else 0]
     rows = queries.wait(query_smem, query_stage, rows, refs, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
@@ -49,15 +49,15 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     @pl.when(~takes_over)
     def hand_over():
         plgpu.barrier_wait(query_done)  # the handed-over O overwrites the query
-        results.hand_over(state, bands_smem, smem, kind.geometry)
+        results.hand_over(state, places_smem, smem, kind.geometry)
 
     # Both wait, because either may take over the next item.
     plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
 
     @pl.when(takes_over)
     def finish():
-        whole = results.take_over(state, bands_smem, smem)
-        results.store(stage, band, whole, bands_smem.at[0], refs, kind)
+        whole = results.take_over(state, places_smem, smem)
+        results.store(stage, band, whole, places_smem.at[0], refs, kind)
         if kind.geometry.reads_own_queries:
             plgpu.barrier_arrive(smem.signal(Signal.STORED))
 

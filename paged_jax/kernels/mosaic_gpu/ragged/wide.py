@@ -3,8 +3,8 @@
 Two warpgroups take turns at the matrix units (ping-pong scheduling). A turn is S of a tile followed by O of the tile
 before. A warpgroup computes its softmax under its own O and under the other warpgroup's turn. If the softmax takes
 longer than the products, O has two halves: the second one starts when the softmax has its maxima, and ends the turn.
-Three warpgroups compute so for heads whose softmax takes that long, each at any time: their products are a smaller part
-of their time, so they seldom meet, and turns would only make them wait (benchmarks/LOG.md, "Three warpgroups").
+Three warpgroups do the same without waiting for turns: products are a smaller part of their time, so they seldom meet
+at the matrix units, and turns would only delay them (benchmarks/LOG.md, "Three warpgroups").
 
 The compiler must not split a turn. So a turn has no branches except those of `softmax.attend`, and it computes no
 operand of the next product. `lanes.settle` keeps the compiler from delaying the softmax until the products are done.

@@ -29,7 +29,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 
 _LINE = 128  # bytes that a prefetch brings
-_WARPS = 2 * WARPGROUP // WARP  # of the computing warpgroups
+# Of the first two computing warpgroups. A third one asks again for what the next program's first one asks for.
+_WARPS = 2 * WARPGROUP // WARP
 
 
 class Tiles(NamedTuple):

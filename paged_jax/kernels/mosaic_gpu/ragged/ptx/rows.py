@@ -259,7 +259,7 @@ def for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, 
     """Calls `do` with each of this thread's chunks: those of rows with a query and, with `all_rows`, those after them.
 
     A thin item may have few rows, so its code is a loop. It leaves out the rows of warps without a query: nobody reads
-    their results, and a warp's rows do not change other warps' rows. A wide item nearly always has all rows, so its
+    their results, and a warp's rows do not change other warps' rows. A wide item mostly has all rows, so its
     code is unrolled, for all 64 rows.
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
