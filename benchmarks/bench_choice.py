@@ -11,7 +11,7 @@ other sizes of its query tiles. A case's regret is the chosen implementation's t
 (`benchmarks.report`).
 
     python -m benchmarks.bench_choice --op ragged --count 60 --block-sizes 16,128 --implementations auto \\
-        --peers vllm-fa3 --seconds 0.03 --processes 16
+        --peers vllm-fa3 --seconds 0.03 --processes 10
 
 With peers, the report has rows of ours and of the peers for each case. The last lines say in how many cases the first
 of our implementations leads, and where it is furthest behind. Each case is timed with blocks of each given size.
