@@ -253,7 +253,7 @@ MUTANTS_OF_KERNELS = [
         "kernels/mosaic_gpu/hopper/limits.py",
         "PROGRAM_MEMORY = 227 * 1024",
         "PROGRAM_MEMORY = 229 * 1024",
-        "tests/test_mosaic_gpu_ragged.py -k tilings_fit",
+        "tests/test_mosaic_gpu_ragged_tuning.py -k tilings_fit",
     ),
     Mutant(
         "mosaic_gpu: new tokens' products have the cache's scale",

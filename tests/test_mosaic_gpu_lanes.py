@@ -49,11 +49,11 @@ def test_values_side_by_side():
 
 @pytest.mark.parametrize("window", [False, True])
 def test_unseen_columns_are_hidden(window):
-    x, last = drawn(64, COLUMNS), np.arange(-20, 44, dtype=np.int32)
-    lasts, firsts = [last, np.int32(10), last - 3], [last - 9, np.int32(9), last - 5] if window else []
+    x, last = drawn(64, 2 * COLUMNS), np.arange(-10, 54, dtype=np.int32)
+    lasts, firsts = [last, np.int32(20), last - 3], [last - 9, np.int32(17), last - 5] if window else []
     by_rows = [[by_row(bound) if np.ndim(bound) else bound for bound in bounds] for bounds in (firsts, lasts)]
     found = lanes.masked(tile(x), *by_rows)
-    column = np.arange(COLUMNS)
+    column = np.arange(2 * COLUMNS)
     hidden = column > of_columns(lasts)
     if window:
         hidden |= column < of_columns(firsts)
@@ -62,7 +62,8 @@ def test_unseen_columns_are_hidden(window):
 
 
 def of_columns(bounds):
-    return np.repeat(np.stack([np.broadcast_to(bound, 64) for bound in bounds], axis=1), COLUMNS // len(bounds), axis=1)
+    shares = np.stack([np.broadcast_to(bound, 64) for bound in bounds], axis=1)
+    return np.repeat(shares, 2 * COLUMNS // len(bounds), axis=1)
 
 
 def test_sums():
@@ -84,12 +85,23 @@ def test_maxima_rise_where_they_lag(factor):
     np.testing.assert_array_equal(found, np.where(rises, highest, maxima))
 
 
+@pytest.mark.parametrize("ahead", [None, 1, 2])
 @pytest.mark.parametrize("factor", [-0.5, np.linspace(0.1, 2, 64, dtype=np.float32)], ids=["scalar", "rows"])
-def test_exponentials(factor):
+def test_exponentials(factor, ahead):
     x, bases = drawn(64, COLUMNS), drawn(64)
-    found = lanes.exponentials(tile(x), by_row(factor) if np.ndim(factor) else np.float32(factor), by_row(bases))
+    factors = by_row(factor) if np.ndim(factor) else np.float32(factor)
+    found = lanes.exponentials(tile(x), factors, by_row(bases), ahead)
     wanted = np.exp2(x * np.reshape(factor, (-1, 1)) - bases[:, None])
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [None, 1, 2])
+def test_a_nan_among_exponentials_stays_in_its_row(ahead):
+    """0 times an earlier exponential is added to later bases, and 0 * NaN is NaN."""
+    x = drawn(64, COLUMNS)
+    x[3, 0] = np.nan
+    found = np.asarray(lanes.exponentials(tile(x), np.float32(1), by_row(drawn(64)), ahead))
+    assert np.flatnonzero(np.isnan(found).any(axis=1)).tolist() == [3]
 
 
 def test_a_tile_times_factors_of_rows():

@@ -4,6 +4,7 @@ Here cached blocks to which no query of a kv head attends are NaN.
 """
 
 import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -17,13 +18,14 @@ from paged_jax.kernels import mosaic_gpu, xla
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import count as ragged_count
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as ragged_pattern
-from paged_jax.kernels.mosaic_gpu.ragged import plan
+from paged_jax.kernels.mosaic_gpu.ragged import plan, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Sparse
+from tests.interpreted_ptx import lanes as interpreted_lanes
 from tests.ragged_interpreter import call
 from tests.test_decode import op_options
 from tests.test_mosaic_gpu_ragged import (
@@ -118,6 +120,33 @@ def test_tiles_without_a_mask_need_none(pattern, heads):
                 for at, head in itertools.product((first, last), range(4)):
                     assert oracle.sparse_mask(tokens, at + 1, head, 4, 1, pattern).all()
     assert (far > 0) == (heads == 1)
+
+
+@pytest.mark.parametrize("window", [None, 6, 40])
+def test_masks_show_each_row_its_tokens_once(window):
+    """The first tile of new tokens begins with cached ones, which some windows reach and others do not."""
+    seq_len, query_len, heads, pattern = 110, 9, 2, Sparse(1, 2, 32)
+    geometry, counts, lengths = planned((query_len,), (seq_len,), heads, 1, pattern, window, 1024, prefix=True)
+    shown, row = np.zeros((query_len, heads, seq_len), int), jnp.arange(64)
+    token, head = row // heads, row % heads
+    with mock.patch.object(softmax, "lanes", interpreted_lanes):
+        for kind in kinds_of(geometry):
+            for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
+                item = plan.find(jnp.int32(number), counts, lengths, kind)
+                stripes = ragged_pattern.stripes_of_rows(head, item.kv_head, geometry)
+                rows = SimpleNamespace(position=item.position + token, stripes=stripes)
+                for tile in range(int(item.num_tiles)):
+                    span = plan.span_of(item, jnp.int32(tile), kind)
+                    tokens = np.repeat(np.array(span.starts), kind.segment_tokens) + np.arange(kind.tile)
+                    masked = softmax._masked(jnp.zeros((64, kind.tile)), span, rows, kind)
+                    for i, column in np.argwhere(np.isfinite(masked[: item.num_tokens * heads])):
+                        shown[int(item.position) - (seq_len - query_len) + i // heads, i % heads, tokens[column]] += 1
+    for i, head in np.ndindex(query_len, heads):
+        position = seq_len - query_len + i
+        wanted = np.zeros(seq_len, int)
+        wanted[: position + 1] = oracle.sparse_mask(np.arange(position + 1), position + 1, head, heads, 1, pattern)
+        wanted[: max(0, position + 1 - (window or seq_len))] = 0
+        np.testing.assert_array_equal(shown[i, head], wanted)
 
 
 def tokens_of(splits, kind):
