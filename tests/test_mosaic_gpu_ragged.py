@@ -114,17 +114,17 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# One sequence has split items of both kinds: wide items have 16 of its queries, and thin ones have two. The first tile
+# One sequence has split items of both kinds: wide items have 24 of its queries, and thin ones have two. The first tile
 # is whole in the window of the first query, and not in the windows of the next ones.
 BOTH = small(
-    "both", 8, 1, 64, 16, "bfloat16", seq_lens=(536,), query_lens=(18,), padding=0, sinks=True, sliding_window=391
+    "both", 8, 1, 64, 16, "bfloat16", seq_lens=(544,), query_lens=(26,), padding=0, sinks=True, sliding_window=391
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [BOTH], ids=str)
 def test_split_items_in_the_interpreter(case):
-    made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 8}
+    made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 12}
     operands = operands_of(case, made)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(*arrays, operands.options)
