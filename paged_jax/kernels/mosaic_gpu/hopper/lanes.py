@@ -108,7 +108,7 @@ def masked(x: Array, firsts: Sequence[Any], lasts: Sequence[Any]) -> Array:
     """x [64, n], with -inf in the columns before the first one that a row sees, and after the last one.
 
     Each first column, and each last one, is an array [64] or a scalar, for an equal share of the columns. A share has 8
-    columns or more. Without first columns, rows see all columns before their last one. Bounds are compared with
+    columns or more. Without first columns, rows see all columns up to their last one. Bounds are compared with
     constants, so no register holds the number of a column.
     """
     shape, layouts = x.shape, [_layout_of(bound) for bound in (*firsts, *lasts)]

@@ -16,7 +16,10 @@ LOADING_WARPS = 4
 """Warps of the loading warpgroup."""
 
 NO_ITEM, WIDE, THIN = range(3)
-"""Values of `Item.kind`. A thin item has up to `WGMMA_ROWS` query rows, a wide one so many for each warpgroup."""
+"""Values of `Item.kind`.
+
+A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each computing warpgroup.
+"""
 
 _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""

@@ -34,7 +34,7 @@ class Counted(enum.IntEnum):
 class Signal(enum.IntEnum):
     """The index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these signals."""
 
-    TURN = 0  # the warpgroup may use the matrix units; a barrier for each of two computing warpgroups; not for three
+    TURN = 0  # the warpgroup may use the matrix units; a barrier for each of two computing warpgroups, unused by three
     ITEM = TURN + 2  # an item is described; one barrier for each stage of items
     QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
     QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; a barrier for each stage of items
@@ -132,9 +132,7 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    drawn: (
-        Ref  # [warpgroups], counts that the loading one, then each computing one, got when it last increased a counter
-    )
+    drawn: Ref  # [warpgroups], old values of counters: of the loading warpgroup, and then of each computing one
     factors: Ref  # [1 + k_scales + v_scales], the factors of the whole call over 8 bits
     counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
