@@ -31,6 +31,7 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry as MlaGeometry
 from paged_jax.kernels.mosaic_gpu.ragged import convert_tiles, copy_tiles, load_tiles, plan
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.problem import Problem
+from tests.interpreted_ptx import blocks as interpreted_blocks
 from tests.test_mosaic_gpu_mla import problem_of
 from tests.test_mosaic_gpu_narrow import geometry_of
 from tests.test_mosaic_gpu_ragged_plan import planned
@@ -294,6 +295,7 @@ def _loaded(item, kind, caches, table):
 
     with (
         warps_one_by_one(copy_tiles, convert_tiles, load_tiles),  # later copies overwrite a warp's own raw rows only
+        mock.patch.object(copy_tiles, "ptx_blocks", interpreted_blocks),
         mock.patch.object(load_tiles.tiles, "zero_rows", zero_rows),
         mock.patch.object(load_tiles.tiles, "convert_rows", convert_rows),
     ):

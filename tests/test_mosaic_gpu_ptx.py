@@ -15,7 +15,7 @@ from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged import kinds
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, results, rows, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import blocks, items, numbers, results, rows, scan, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
@@ -329,6 +329,7 @@ def test_rows_are_zeroed_by_who_reads_them(gpu, head_size):
 def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     options = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
     others = {"prefix": operand_dtype == "bfloat16", "cache_dtype": cache_dtype, "options": options}
+    others["computing_warpgroups"] = 3 if head_size == 64 else 2  # with three, fewer chunks are converted together
     kind = kinds_of(head_size, **others)[of_kind]
     assert kind.geometry.operand_dtype == operand_dtype
     codes = np.random.default_rng(0).integers(0, 256, (kind.tile, head_size), np.uint8).view(dtype_of(cache_dtype))
@@ -364,6 +365,15 @@ def test_scales_of_slots(gpu, sparse, of_kind):
         found, kept = gpu.empty((kind.tile,), np.float32, SHARED), tiles.Range(np.int32(begin), np.int32(end))
         tiles.load_scales(*refs, found, item_of(seq=seq, kv_head=kv_head), starts, kept, kind)
         np.testing.assert_array_equal(found.get(), np.where((row >= begin) & (row < end), wanted, 0))
+
+
+@pytest.mark.parametrize("num_runs", [1, 2, 5, 32])
+def test_lanes_hold_the_blocks_of_runs(gpu, num_runs):
+    tables = np.random.default_rng(0).integers(0, 2**31, (3, 200)).astype(np.int32)
+    columns = [OfWarps([3 + 45 * warp + run for warp in range(4)]) for run in range(num_runs)]
+    found = blocks.of_lanes(gpu.put(tables), np.int32(1), columns)
+    for run, column in enumerate(columns):
+        np.testing.assert_array_equal(blocks.of_run(found, run).values, np.repeat(tables[1, column.values], 32))
 
 
 def test_lanes_of_a_warp(gpu):

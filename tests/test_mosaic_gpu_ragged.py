@@ -203,7 +203,7 @@ def test_one_place_for_queries(case, monkeypatch):
     )
     monkeypatch.setattr(items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
     made = inputs.make(case)
-    tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
+    tuning = TINY_TILES | {"queries": 1, "num_programs": 2, "computing_warpgroups": 2}
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))
     assert not interpret_pallas_call.get_races().races_found
     jax.effects_barrier()

@@ -197,6 +197,12 @@ class OfWarps(NamedTuple):
     values: Any
 
 
+class OfThreads(NamedTuple):
+    """A scalar that has another value in each thread."""
+
+    values: Any
+
+
 class InLayout(NamedTuple):
     """An array in the registers of a layout."""
 
@@ -231,6 +237,8 @@ def _leaves(x) -> list:
         return list(registers_of(x.array, x.layout))
     if isinstance(x, OfWarps):
         return [np.repeat(np.array(x.values, np.int32), 32)]
+    if isinstance(x, OfThreads):
+        return [np.array(x.values, np.int32)]
     x = np.asarray(x)
     return [x if x.ndim == 0 else x.reshape(THREADS, 1)]
 
@@ -251,15 +259,15 @@ def _argument(x, values):
     if isinstance(x, InLayout | OfLanes):
         registers = registers.reshape(2, 1) if x.ndim == 1 else registers
         return SimpleNamespace(registers=registers, layout=x.layout, shape=getattr(x, "shape", (64,)), ndim=x.ndim)
-    is_scalar = isinstance(x, OfWarps) or np.ndim(x) == 0
+    is_scalar = isinstance(x, OfWarps | OfThreads) or np.ndim(x) == 0
     return SimpleNamespace(registers=registers.reshape(() if is_scalar else 1), ndim=0 if is_scalar else 1)
 
 
 def _result(found, run):
     registers = [run.values[x] for x in found.registers.flat]
     if found.layout == mgpu.WGSplatFragLayout(()):
-        [value] = np.unique(registers[0])
-        return value
+        values = np.unique(registers[0])
+        return values.item() if values.size == 1 else OfThreads(registers[0])
     if found.layout == mgpu.WGMMA_ROW_LAYOUT:
         return _of_rows(registers)
     if isinstance(found.layout, mgpu.WGStridedFragLayout):

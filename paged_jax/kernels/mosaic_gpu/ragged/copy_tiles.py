@@ -1,6 +1,6 @@
 """Copies the runs of a tile from a cache. The loading warpgroup finds them through the block table (TMA)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +14,11 @@ from paged_jax.kernels.mosaic_gpu.hopper.launch import as_warps
 from paged_jax.kernels.mosaic_gpu.ragged import plan
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import blocks as ptx_blocks
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, TileRing
 
-Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile
+Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile; one scalar if lanes hold them
 TileWork = Callable[[Scalar, Scalar, Blocks, Blocks], None]
 """The work of a warp for one tile.
 
@@ -168,22 +169,32 @@ class TileCopies:
         last = self.last_run(self.item.values_end)
         own = range(self.kind.runs_of_warp)
         tokens = (lax.min(self._first_read(number, first_run + j), last) for j in own)
-        return tuple(tables_gmem[self.item.seq, lax.div(token, block_size)] for token in tokens)
+        columns = [lax.div(token, block_size) for token in tokens]
+        if self.kind.geometry.lanes_hold_blocks:
+            return (ptx_blocks.of_lanes(tables_gmem, self.item.seq, columns),)
+        return tuple(tables_gmem[self.item.seq, column] for column in columns)
+
+    def _of_runs(self, blocks: Blocks) -> Iterator[Scalar]:
+        """The block of each of a warp's runs. Read from a lane only when asked for, it takes a register for a while."""
+        if self.kind.geometry.lanes_hold_blocks:
+            yield from (ptx_blocks.of_run(blocks[0], run) for run in range(self.kind.runs_of_warp))
+        else:
+            yield from blocks
 
     def _copy_own_runs(self, cache: Cache, number: Scalar, tile_smem: Ref, ready: Ref, first_run, blocks) -> None:
         """Copies a warp's runs, which lie in these blocks, to their rows of the tile."""
         size = self.kind.run_tokens
-        for j, block in enumerate(blocks):
+        for j, block in enumerate(self._of_runs(blocks)):
             run_gmem = self._run_gmem(cache, block, self._first_read(number, first_run + j))
             plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds((first_run + j) * size, size)], ready)
 
-    def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+    def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: Blocks) -> None:
         """Prefetches a warp's runs of a tile into L2, if the item has that tile."""
 
         @pl.when(number < self.item.cached_tiles)
         def prefetch():
             for cache in self._caches:
-                for j, block in enumerate(blocks):
+                for j, block in enumerate(self._of_runs(blocks)):
                     token = self._first_read(number, first_run + j)
                     plgpu.async_prefetch(self._run_gmem(cache, block, token))
 

@@ -96,6 +96,14 @@ class Geometry:
         return self.converts_tiles and not (self.scales_slots or self.problem.prefix)
 
     @property
+    def lanes_hold_blocks(self) -> bool:
+        """Whether a loading warp's lanes hold the blocks of its runs, one lane for each run (`ptx/blocks.py`).
+
+        Who converts tiles beside three computing warpgroups has no registers for all of these blocks.
+        """
+        return self.converts_by_warps and not self.takes_turns
+
+    @property
     def softmax_outlasts_products(self) -> bool:
         """Whether the softmax of a wide tile takes longer than its products, and the tile can be halved.
 

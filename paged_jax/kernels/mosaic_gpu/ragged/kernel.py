@@ -52,8 +52,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import (
 
 # Registers of each computing and of each loading thread, by the number of computing warpgroups. All warpgroups start
 # with equal shares: 2 * 216 + 72 = 3 * 168, and 3 * 160 + 32 = 4 * 128. A warpgroup that asks for more waits forever.
-# With 152 for each thread of three computing warpgroups, ptxas would serialize the products.
+# With 152 for each thread of three computing warpgroups, ptxas would serialize the products. For O of large heads, who
+# loads and does not convert tiles gives some of its registers: 2 * 224 + 56 = 3 * 168 (benchmarks/LOG.md, "What is
+# spilled").
 _REGISTERS = {2: (216, 72), 3: (160, 32)}
+_REGISTERS_OF_LARGE_HEADS = 224, 56
+_MOST_HEAD_SIZE = 224  # with `_REGISTERS`
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
@@ -73,8 +77,9 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
 
 def _kernel(refs: Refs, geometry: Geometry) -> None:
     warpgroup, loads = lax.axis_index("warpgroup"), geometry.tuning.computing_warpgroups
-    assert geometry.takes_turns or not geometry.converts_tiles, "who converts tiles has too few registers"
-    computing_registers, loading_registers = _REGISTERS[loads]
+    assert geometry.takes_turns or not geometry.reads_own_queries, "no part in a thin item, no place for its query"
+    is_large = geometry.problem.head_size > _MOST_HEAD_SIZE and not geometry.converts_tiles
+    computing_registers, loading_registers = _REGISTERS_OF_LARGE_HEADS if is_large else _REGISTERS[loads]
 
     @pl.when(warpgroup < loads)
     def compute():

@@ -21,6 +21,11 @@ NO_ITEM, WIDE, THIN = range(3)
 A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each computing warpgroup.
 """
 
+_ENOUGH_IN_FLIGHT = 40 * 1024
+"""Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Ragged attention over 8 bits on
+Hopper").
+"""
+
 _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
 
@@ -153,7 +158,8 @@ class ItemKind:
         A warp prefetches the tile after those in flight. The contexts of wide items are in L2 more often; prefetching
         would make these items 3% slower (benchmarks/LOG.md, "One pool of keys and values").
         """
-        return self.geometry.converts_by_warps and not self.is_wide
+        in_flight = (self.raw_stages - 1) * self.tile * self.geometry.problem.head_size  # one tile is converted
+        return self.geometry.converts_by_warps and not self.is_wide and in_flight < _ENOUGH_IN_FLIGHT
 
     @property
     def run_tokens(self) -> int:
