@@ -242,13 +242,6 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_sparse.py -k masks_show",
     ),
     Mutant(
-        "mosaic_gpu: three warpgroups compute over 8 bits, too",
-        "kernels/mosaic_gpu/ragged/choose.py",
-        " and problem.cache_itemsize > 1",
-        "",
-        "tests/test_mosaic_gpu_ragged_tuning.py -k three",
-    ),
-    Mutant(
         "mosaic_gpu: three warpgroups compute for heads of 128",
         "kernels/mosaic_gpu/ragged/choose.py",
         "_MOST_HEAD_SIZE_OF_THREE = 64",
@@ -258,7 +251,7 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: never three warpgroups compute",
         "kernels/mosaic_gpu/ragged/choose.py",
-        "return 3 if may_be_wide and is_small else 2",
+        "return 3 if may_be_wide and problem.head_size <= _MOST_HEAD_SIZE_OF_THREE else 2",
         "return 2",
         "tests/test_mosaic_gpu_ragged_tuning.py -k three",
     ),
