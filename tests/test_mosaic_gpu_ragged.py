@@ -46,7 +46,6 @@ INTERPRETED = [
     small("three-bands", 4, 2, 64, 16, "bfloat16", **BANDS),
     small("bands-over-8-bits", 4, 2, 64, 8, "bfloat16", "float8_e4m3fn", **BANDS, k_scale="scalar", v_scale="head"),
     small("small-heads-over-8-bits", 8, 2, 32, 128, "bfloat16", "int8", k_scale="head", v_scale="scalar"),
-    small("tiny-blocks-over-8-bits", 4, 2, 64, 2, "float16", "float8_e5m2", k_scale="scalar", v_scale="scalar"),
     small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
     small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", max_seq_len=130),
     small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced"),
@@ -66,7 +65,7 @@ INTERPRETED = [
 # Only GPUs run `ON_GPUS`: these cases test little that the others do not test.
 ON_GPUS = (
     *("options", "slots", "plain", "group-of-5", "window", "huge", "tiny", "all-empty", "short-and-wide", "e4m3"),
-    *("int8", "large", "capped", "small-heads-over-8-bits", "tiny-blocks-over-8-bits"),
+    *("int8", "large", "capped", "small-heads-over-8-bits"),
 )
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 

@@ -4,6 +4,7 @@ import pytest
 
 from paged_jax.kernels.mosaic_gpu.ragged import choose
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem
 from tests import inputs
@@ -48,3 +49,27 @@ def test_three_warpgroups_compute_for_small_heads(head_size, dtype, group, most_
     operands = operands_of(case, inputs.make(case), max_query_len=most_queries)
     problem = Problem.of_call(*operands[:4], operands.options)
     assert choose.tune(problem, Device()).computing_warpgroups == warpgroups
+
+
+@pytest.mark.parametrize(
+    ("head_size", "most_queries", "stages", "raw_tiles", "prefetches", "lanes_hold_blocks"),
+    [
+        (64, 65, 2, 6, False, True),
+        (64, 64, 4, 6, False, False),
+        (80, 65, 2, 6, False, False),
+        (96, 65, 2, 3, True, False),
+        (128, 65, 2, 3, True, False),
+        (32, 65, 2, 6, True, True),
+    ],
+)
+def test_raw_tiles_that_are_in_flight(head_size, most_queries, stages, raw_tiles, prefetches, lanes_hold_blocks):
+    """Where 40 KiB are in flight, nothing is prefetched. Beside three computing warpgroups registers are few."""
+    lens = {"seq_lens": (70,), "query_lens": (70,)}
+    case = small("raw", 1, 1, head_size, 16, "bfloat16", "float8_e4m3fn", **lens, k_scale="scalar", v_scale="scalar")
+    operands = operands_of(case, inputs.make(case), max_query_len=most_queries)
+    problem = Problem.of_call(*operands[:4], operands.options)
+    tuning = choose.tune(problem, Device())
+    wide, thin = kinds_of(geometry := Geometry(problem, tuning))
+    assert (tuning.stages, tuning.raw_tiles, geometry.lanes_hold_blocks) == (stages, raw_tiles, lanes_hold_blocks)
+    assert (thin.raw_stages, thin.prefetches) == (raw_tiles, prefetches)
+    assert (wide.raw_stages, wide.prefetches) == (2, False)

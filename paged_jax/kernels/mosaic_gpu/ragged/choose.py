@@ -14,7 +14,7 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
 _MOST_HEAD_SIZE_OF_THREE = 64  # the largest with three computing warpgroups; for more of O they lack registers
-_RAW_TILES = 6, 4, 3, 2  # of 8 bits, best first
+_RAW_TILES = 6, 3, 2  # of 8 bits, best first
 _MOST_REGISTERS = 200  # of a computing thread's 216, for O, S and P, if two warpgroups compute
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
@@ -35,9 +35,12 @@ def tune(problem: Problem, device: Device) -> Tuning:
 
 def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     """Tunings whose tiles fit into registers, best first."""
-    tilings = (128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)
+    tilings = [(128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)]
     scales_slots = Granularity.SLOT in (problem.k_scale, problem.v_scale)
     by_warps = problem.cache_itemsize == 1 and not (problem.prefix or scales_slots)
+    warpgroups = _computing_warpgroups(problem)
+    if by_warps and warpgroups > 2:  # two stages, and more raw tiles
+        tilings = [tiling for tiling in tilings if tiling[1] == 2]
     for (tile, stages, queries), raw_tiles in itertools.product(tilings, _RAW_TILES if by_warps else (2,)):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
             yield Tuning(
@@ -47,7 +50,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
                 stages=stages,
                 raw_tiles=raw_tiles,
                 queries=queries,
-                computing_warpgroups=_computing_warpgroups(problem),
+                computing_warpgroups=warpgroups,
                 counts_in_kernel=problem.num_seqs + 2 <= _MOST_COUNTED,
             )
 
