@@ -22,9 +22,7 @@ A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each c
 """
 
 _ENOUGH_IN_FLIGHT = 40 * 1024
-"""Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Ragged attention over 8 bits on
-Hopper").
-"""
+"""Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Three warpgroups")."""
 
 _WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""

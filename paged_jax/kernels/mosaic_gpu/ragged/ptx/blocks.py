@@ -2,8 +2,7 @@
 
 So they take one register, however many runs there are. Who converts tiles beside three computing warpgroups has few
 registers. If each number had one of its own, ptxas would move the numbers to uniform registers as soon as they are
-asked for, and the warp would wait for global memory in each tile (benchmarks/LOG.md, "Ragged attention over 8 bits on
-Hopper").
+asked for, and the warp would wait for global memory in each tile (benchmarks/LOG.md, "Three warpgroups").
 """
 
 from collections.abc import Sequence
