@@ -256,6 +256,13 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ptx.py -k lanes_hold",
     ),
     Mutant(
+        "mosaic_gpu: the first tile of V that overwrites one of K has the blocks of the next one",
+        "kernels/mosaic_gpu/ragged/copy_tiles.py",
+        "earlier = self._blocks_of(begin + ahead - 1, first_run)",
+        "earlier = self._blocks_of(begin + ahead, first_run)",
+        "tests/test_mosaic_gpu_loads.py -k reads_its_tokens",
+    ),
+    Mutant(
         "mosaic_gpu: raw tiles are prefetched where enough are in flight",
         "kernels/mosaic_gpu/ragged/kinds.py",
         "in_flight < _ENOUGH_IN_FLIGHT",

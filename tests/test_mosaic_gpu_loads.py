@@ -220,21 +220,22 @@ def test_items_that_are_not_there_are_not_merged(query_lens, queues, monkeypatch
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("options", "window", "block_size", "cache_dtype"),
+    ("options", "window", "block_size", "cache_dtype", "tuning"),
     [
-        ({}, None, 16, "bfloat16"),
-        ({}, 50, 16, "int8"),
-        ({}, 50, 64, "bfloat16"),
-        ({"block_sparse": BlockSparse(1, 3, 64, 1)}, None, 64, "int8"),
-        ({"block_sparse": BlockSparse(2, 4, 64, -1)}, 150, 32, "bfloat16"),
+        ({}, None, 16, "bfloat16", {}),
+        ({}, 50, 16, "int8", {}),
+        ({}, None, 8, "int8", {"raw_tiles": 3, "computing_warpgroups": 2}),
+        ({}, 50, 64, "bfloat16", {}),
+        ({"block_sparse": BlockSparse(1, 3, 64, 1)}, None, 64, "int8", {}),
+        ({"block_sparse": BlockSparse(2, 4, 64, -1)}, 150, 32, "bfloat16", {}),
     ],
 )
-def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_size, cache_dtype):
+def test_ragged_attention_reads_its_tokens_and_no_others(options, window, block_size, cache_dtype, tuning):
     scales = {"k_scale": np.float32(1), "v_scale": np.float32(1)} if cache_dtype == "int8" else {}
     with jax.disable_jit(False):
         geometry, counts, lengths = planned(
-            (40, 1), (300, 65), 4, 2, 64, window, block_size=block_size, table_width=320 // block_size,
-            options=options | scales, cache_dtype=cache_dtype, num_programs=2, stages=4,
+            (40, 1), (300, 290), 4, 2, 64, window, block_size=block_size, table_width=320 // block_size,
+            options=options | scales, cache_dtype=cache_dtype, num_programs=2, stages=4, **tuning,
         )  # fmt: skip
     ids, num_blocks = ids_of(320 // block_size)
     rng = np.random.default_rng(0)

@@ -329,7 +329,7 @@ def test_rows_are_zeroed_by_who_reads_them(gpu, head_size):
 def test_converted_rows(gpu, head_size, of_kind, cache_dtype, operand_dtype):
     options = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
     others = {"prefix": operand_dtype == "bfloat16", "cache_dtype": cache_dtype, "options": options}
-    others["computing_warpgroups"] = 3 if head_size == 64 else 2  # with three, fewer chunks are converted together
+    others["computing_warpgroups"] = 3 if head_size == 64 else 2  # with three, some are converted by fewer chunks
     kind = kinds_of(head_size, **others)[of_kind]
     assert kind.geometry.operand_dtype == operand_dtype
     codes = np.random.default_rng(0).integers(0, 256, (kind.tile, head_size), np.uint8).view(dtype_of(cache_dtype))

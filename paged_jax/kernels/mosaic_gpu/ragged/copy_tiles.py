@@ -18,7 +18,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import blocks as ptx_blocks
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, TileRing
 
-Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile; one scalar if lanes hold them
+Blocks = tuple[Scalar, ...]  # the block of each of a warp's runs of a tile; if lanes hold them, a tuple of one scalar
 TileWork = Callable[[Scalar, Scalar, Blocks, Blocks], None]
 """The work of a warp for one tile.
 

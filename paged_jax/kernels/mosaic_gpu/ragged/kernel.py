@@ -77,8 +77,9 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
 
 def _kernel(refs: Refs, geometry: Geometry) -> None:
     warpgroup, loads = lax.axis_index("warpgroup"), geometry.tuning.computing_warpgroups
-    assert geometry.takes_turns or not geometry.reads_own_queries, "no part in a thin item, no place for its query"
-    is_large = geometry.problem.head_size > _MOST_HEAD_SIZE and not geometry.converts_tiles
+    # A third warpgroup has no part in thin items, so it cannot read the query of the item after one.
+    assert geometry.takes_turns or not geometry.reads_own_queries, "two warpgroups read queries, not three"
+    is_large = geometry.problem.head_size > _MOST_HEAD_SIZE and geometry.takes_turns and not geometry.converts_tiles
     computing_registers, loading_registers = _REGISTERS_OF_LARGE_HEADS if is_large else _REGISTERS[loads]
 
     @pl.when(warpgroup < loads)

@@ -48,9 +48,10 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 
-# Chunks that a lane converts together, so that their loads overlap; fewer where it holds a block for each of the runs.
+# Chunks that a lane converts together, so that their loads overlap. There are fewer beside three computing warpgroups,
+# if a warp has several runs: a lane's registers would not suffice for the addresses of these, too.
 _CHUNKS_AT_ONCE = 8
-_CHUNKS_AT_ONCE_BESIDE_BLOCKS = 4
+_CHUNKS_AT_ONCE_OF_SEVERAL_RUNS = 4
 
 
 class Range(NamedTuple):
@@ -148,8 +149,8 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
     # The swizzle repeats every 8 rows. So if two chunks of a lane are `period` apart, their offsets differ by a
     # constant.
     period = math.lcm(8 * row_bytes, step) // step
-    holds_blocks = kind.geometry.lanes_hold_blocks and kind.runs_of_warp > 1
-    at_once = _CHUNKS_AT_ONCE_BESIDE_BLOCKS if holds_blocks else _CHUNKS_AT_ONCE
+    has_several_runs = kind.geometry.lanes_hold_blocks and kind.runs_of_warp > 1
+    at_once = _CHUNKS_AT_ONCE_OF_SEVERAL_RUNS if has_several_runs else _CHUNKS_AT_ONCE
     batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), at_once))
 
     @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR)
