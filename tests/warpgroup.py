@@ -267,7 +267,7 @@ def _result(found, run):
     registers = [run.values[x] for x in found.registers.flat]
     if found.layout == mgpu.WGSplatFragLayout(()):
         values = np.unique(registers[0])
-        return values.item() if values.size == 1 else OfThreads(registers[0])
+        return values[0] if values.size == 1 else OfThreads(registers[0])
     if found.layout == mgpu.WGMMA_ROW_LAYOUT:
         return _of_rows(registers)
     if isinstance(found.layout, mgpu.WGStridedFragLayout):
