@@ -263,6 +263,13 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_loads.py -k reads_its_tokens",
     ),
     Mutant(
+        "mosaic_gpu: a warp's first block is copied for each of its runs",
+        "kernels/mosaic_gpu/ragged/copy_tiles.py",
+        "ptx_blocks.of_run(blocks[0], run) for",
+        "ptx_blocks.of_run(blocks[0], 0) for",
+        "tests/test_mosaic_gpu_ragged.py -k bands-over",
+    ),
+    Mutant(
         "mosaic_gpu: raw tiles are prefetched where enough are in flight",
         "kernels/mosaic_gpu/ragged/kinds.py",
         "in_flight < _ENOUGH_IN_FLIGHT",

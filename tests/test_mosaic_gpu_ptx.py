@@ -369,6 +369,7 @@ def test_scales_of_slots(gpu, sparse, of_kind):
 
 @pytest.mark.parametrize("num_runs", [1, 2, 5, 32])
 def test_lanes_hold_the_blocks_of_runs(gpu, num_runs):
+    gpu.lanes_may_differ = True
     tables = np.random.default_rng(0).integers(0, 2**31, (3, 200)).astype(np.int32)
     columns = [OfWarps([3 + 45 * warp + run for warp in range(4)]) for run in range(num_runs)]
     found = blocks.of_lanes(gpu.put(tables), np.int32(1), columns)

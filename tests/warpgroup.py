@@ -135,6 +135,7 @@ class Warpgroup:
         self.memories = {space: Memory(space) for space in (GLOBAL, SHARED)}
         self.copies, self.is_fenced, self.prefetched = [], True, []
         self.orders = []  # the memory orders of atomic additions
+        self.lanes_may_differ = False  # whether a function may return a scalar that has another value in each thread
 
     def put(self, array, space: int = GLOBAL) -> Ref:
         """Copies an array into memory."""
@@ -267,7 +268,10 @@ def _result(found, run):
     registers = [run.values[x] for x in found.registers.flat]
     if found.layout == mgpu.WGSplatFragLayout(()):
         values = np.unique(registers[0])
-        return values[0] if values.size == 1 else OfThreads(registers[0])
+        if values.size == 1:
+            return values[0]
+        assert run.gpu.lanes_may_differ, "a scalar has several values"
+        return OfThreads(registers[0])
     if found.layout == mgpu.WGMMA_ROW_LAYOUT:
         return _of_rows(registers)
     if isinstance(found.layout, mgpu.WGStridedFragLayout):

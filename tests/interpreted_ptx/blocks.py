@@ -1,4 +1,4 @@
-"""The blocks that hold a loading warp's runs; here one array holds all of them."""
+"""Reads of the block tables; one array holds the blocks of all of a loading warp's runs."""
 
 import jax.numpy as jnp
 
@@ -9,3 +9,7 @@ def of_lanes(tables_gmem, seq, columns):
 
 def of_run(blocks, run):
     return blocks[run]
+
+
+def prefetch(tables_gmem, seq, column):
+    """Changes no result."""

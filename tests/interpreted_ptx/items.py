@@ -41,7 +41,3 @@ def _count(num_counters, counter, warpgroup, _):
 def store_fields(fields_smem, row, values):
     for i, value in enumerate(values):
         fields_smem[row, i] = value
-
-
-def prefetch_block(tables_gmem, seq, column):
-    """Changes no result."""

@@ -14,7 +14,7 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
 _MOST_HEAD_SIZE_OF_THREE = 64  # the largest with three computing warpgroups; for more of O they lack registers
-_RAW_TILES = 6, 3, 2  # of 8 bits, best first
+_RAW_TILES = 6, 3, 2  # the numbers of raw tiles of 8 bits, best first
 _MOST_REGISTERS = 200  # of a computing thread's 216, for O, S and P, if two warpgroups compute
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
@@ -39,7 +39,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     scales_slots = Granularity.SLOT in (problem.k_scale, problem.v_scale)
     by_warps = problem.cache_itemsize == 1 and not (problem.prefix or scales_slots)
     warpgroups = _computing_warpgroups(problem)
-    if by_warps and warpgroups > 2:  # two stages, and more raw tiles
+    if by_warps and warpgroups > 2:  # six raw tiles gain more than four stages (LOG, "Three warpgroups")
         tilings = [tiling for tiling in tilings if tiling[1] == 2]
     for (tile, stages, queries), raw_tiles in itertools.product(tilings, _RAW_TILES if by_warps else (2,)):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:

@@ -57,7 +57,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import (
 # spilled").
 _REGISTERS = {2: (216, 72), 3: (160, 32)}
 _REGISTERS_OF_LARGE_HEADS = 224, 56
-_MOST_HEAD_SIZE = 224  # with `_REGISTERS`
+_MOST_HEAD_SIZE = 224  # the largest with `_REGISTERS`
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:

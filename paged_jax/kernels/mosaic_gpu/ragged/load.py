@@ -19,6 +19,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import blocks as ptx_blocks
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import (
@@ -191,7 +192,7 @@ class _ItemLoader:
         item = plan.find(step.number, self.counts, self.refs.inputs_gmem.lengths, self.kind)
         if geometry.problem.block_sparse is None:  # the first tiles' copies wait for their blocks' numbers
             block = lax.div(item.origin, jnp.int32(geometry.problem.block_size))
-            claims.prefetch_block(self.refs.inputs_gmem.block_tables, item.seq, block)
+            ptx_blocks.prefetch(self.refs.inputs_gmem.block_tables, item.seq, block)
         if geometry.reads_own_queries:
             query = rows.QueryRows(plan.query_of(item, geometry), item.num_tokens, item.kv_head)
             rows.prefetch_queries(self.refs.inputs_gmem.query, query, self.kind)

@@ -1,8 +1,9 @@
-"""The numbers of the blocks that hold a loading warp's runs of a tile, in PTX: lane i holds that of run i.
+"""Reads of the block tables in PTX: lanes of a loading warp hold the numbers of the blocks of its runs of a tile.
 
-So they take one register, however many runs there are. Who converts tiles beside three computing warpgroups has few
-registers. If each number had one of its own, ptxas would move the numbers to uniform registers as soon as they are
-asked for, and the warp would wait for global memory in each tile (benchmarks/LOG.md, "Three warpgroups").
+Lane i holds that of run i. So they take one register, however many runs there are. Who converts tiles beside three
+computing warpgroups has few registers. If each number had one of its own, ptxas would move the numbers to uniform
+registers as soon as they are asked for, and the warp would wait for global memory in each tile (benchmarks/LOG.md,
+"Three warpgroups").
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     address,
     as_i64,
+    assembly,
     i32,
     i64,
     inline,
@@ -38,8 +40,7 @@ def of_lanes(tables_gmem: Ref, seq: Scalar, columns: Sequence[Scalar]) -> Scalar
         lane = rem(thread_index_read_again(), WARP)
         for i, own in reversed(list(enumerate(columns))):
             column = arith.select(less(lane, i32(i + 1)), own, column)
-        entry = arith.addi(arith.muli(as_i64(seq.registers.item()), i64(row_entries)), as_i64(column))
-        place = arith.addi(address(tables_gmem), arith.muli(entry, i64(4)))
+        place = _place(tables_gmem, seq.registers.item(), row_entries, column)
         return _register("ld.global.b32 $0, [$1];", "=r,l", place)
 
     return read(tables_gmem, seq, *columns)
@@ -53,6 +54,24 @@ def of_run(blocks: Scalar, run: int) -> Scalar:
         return _register(f"shfl.sync.idx.b32 $0, $1, {run}, 31, 0xffffffff;", "=r,r", blocks.registers.item())
 
     return shuffle(blocks)
+
+
+def prefetch(tables_gmem: Ref, seq: Scalar, column: Scalar) -> None:
+    """Prefetches an entry of the block tables, and its neighbours."""
+    row_entries = tables_gmem.shape[1]
+
+    @inline(plgpu.RefType(), SCALAR, SCALAR)
+    def start_prefetch(_, tables_gmem, seq, column):
+        place = _place(tables_gmem, seq.registers.item(), row_entries, column.registers.item())
+        assembly("prefetch.global.L1 [$0];", "l", place)
+
+    start_prefetch(tables_gmem, seq, column)
+
+
+def _place(tables_gmem, seq, row_entries: int, column):
+    """The address of an entry of the block tables, whose rows have so many."""
+    entry = arith.addi(arith.muli(as_i64(seq), i64(row_entries)), as_i64(column))
+    return arith.addi(address(tables_gmem), arith.muli(entry, i64(4)))
 
 
 def _register(code: str, constraints: str, *operands):

@@ -4,13 +4,11 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
-    as_i64,
     assembly,
     bytes_of,
     i32,
@@ -87,15 +85,3 @@ def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
         mgpu.warpgroup_barrier()
 
     store(fields_smem, row, *values)
-
-
-def prefetch_block(tables_gmem: Ref, seq: Scalar, column: Scalar) -> None:
-    """Prefetches an entry of the block tables, and its neighbours."""
-    columns = tables_gmem.shape[1]
-
-    @inline(plgpu.RefType(), SCALAR, SCALAR)
-    def prefetch(_, tables_gmem, seq, column):
-        entry = arith.addi(arith.muli(as_i64(seq.registers.item()), i64(columns)), as_i64(column.registers.item()))
-        assembly("prefetch.global.L1 [$0];", "l", add(address(tables_gmem), arith.muli(entry, i64(4))))
-
-    prefetch(tables_gmem, seq, column)
