@@ -39,6 +39,8 @@ def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **
 
 
 BANDS = {"seq_lens": (170, 30), "query_lens": (150, 1)}
+LATE = {"seq_lens": (9, *(0,) * 128, 140, 70, 300, 0), "query_lens": (1, *(0,) * 128, 40, 20, 1, 0)}
+MANY = {"seq_lens": tuple(37 * n % 400 + 3 for n in range(270)), "query_lens": (1, 0, 3, 1, 70, 1, 2, 1, 1) * 30}
 
 # Wide and thin items and every option occur, in as few small cases as possible.
 INTERPRETED = [
@@ -46,6 +48,8 @@ INTERPRETED = [
     small("three-bands", 4, 2, 64, 16, "bfloat16", **BANDS),
     small("bands-over-8-bits", 4, 2, 64, 8, "bfloat16", "float8_e4m3fn", **BANDS, k_scale="scalar", v_scale="head"),
     small("small-heads-over-8-bits", 8, 2, 32, 128, "bfloat16", "int8", k_scale="head", v_scale="scalar"),
+    small("late-sequences", 4, 2, 64, 16, "bfloat16", **LATE),
+    small("many-sequences", 4, 2, 64, 16, "bfloat16", **MANY),
     small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
     small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", max_seq_len=130),
     small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced"),
@@ -65,7 +69,7 @@ INTERPRETED = [
 # Only GPUs run `ON_GPUS`: these cases test little that the others do not test.
 ON_GPUS = (
     *("options", "slots", "plain", "group-of-5", "window", "huge", "tiny", "all-empty", "short-and-wide", "e4m3"),
-    *("int8", "large", "capped", "small-heads-over-8-bits"),
+    *("int8", "large", "capped", "small-heads-over-8-bits", "many-sequences"),
 )
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 

@@ -159,7 +159,8 @@ class _Ptx:
             for memory in self.gpu.memories.values():
                 memory.barrier(of_warps="warpgroup" not in code)
             return []
-        self.registers = {"%tid.x": (2 * THREADS + THREAD).astype(np.uint32)}
+        earlier_lanes = (1 << (THREAD % 32).astype(np.uint64)) - 1
+        self.registers = {"%tid.x": (2 * THREADS + THREAD).astype(np.uint32), "%lanemask_lt": earlier_lanes}
         for i, x in enumerate(operands):
             assert np.asarray(x).dtype.itemsize in (4, 8), "operands have 32 or 64 bits"
             self.registers[f"${len(outs) + i}"] = _bits(np.broadcast_to(x, THREADS))
@@ -191,6 +192,7 @@ class _Ptx:
         op, _, rest = line.partition(" ")
         operands = [x.strip() for x in re.findall(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)", rest)]
         parts = op.split(".")
+        assert parts[0] == "mov" or not any(x.startswith("%") for x in operands), "only mov reads special registers"
         if op == "prefetch.global.L2":
             self.gpu.prefetched += self.at(operands[0])[where].tolist()
         elif parts[0] in ("ld", "st", "atom", "cp"):
@@ -207,6 +209,11 @@ class _Ptx:
             assert self.value(operands[2])[0] == _ALL_LANES
             votes = self.registers[operands[1]].reshape(4, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
             self.registers[operands[0]] = np.repeat(votes.sum(axis=1), 32).astype(np.uint32)
+        elif op == "match.any.sync.b32":
+            assert self.value(operands[2])[0] == _ALL_LANES
+            lanes = self.value(operands[1]).reshape(4, 32)
+            peers = (lanes[:, :, None] == lanes[:, None, :]) * (np.uint64(1) << np.arange(32, dtype=np.uint64))
+            self.registers[operands[0]] = peers.sum(axis=2).reshape(-1).astype(np.uint32)
         elif op.startswith("redux"):
             assert (parts[1], parts[3], self.value(operands[2])[0]) == ("sync", "s32", _ALL_LANES)
             reduce = {"add": np.add, "max": np.maximum}[parts[2]].reduce
@@ -289,6 +296,8 @@ def _instruction(op: str, values):
         return values[0]
     if op == "and.pred":
         return values[0] & values[1]
+    if op == "and.b32":
+        return values[0].astype(np.uint32) & values[1].astype(np.uint32)
     if op == "add.s32":
         return values[0] + values[1]
     if op == "xor.b32":

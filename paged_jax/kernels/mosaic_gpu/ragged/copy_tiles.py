@@ -164,11 +164,9 @@ class TileCopies:
         as_warps(do_as_warp)
 
     def _blocks_of(self, number: Scalar, first_run: Scalar) -> Blocks:
-        """The blocks that hold a warp's runs of a tile. Past the end, they are the block of the last run."""
+        """The blocks that hold a warp's runs of a tile."""
         tables_gmem, block_size = self.refs.inputs_gmem.block_tables, jnp.int32(self.kind.geometry.problem.block_size)
-        last = self.last_run(self.item.values_end)
-        own = range(self.kind.runs_of_warp)
-        tokens = (lax.min(self._first_read(number, first_run + j), last) for j in own)
+        tokens = (self._first_read(number, first_run + j) for j in range(self.kind.runs_of_warp))
         columns = [lax.div(token, block_size) for token in tokens]
         if self.kind.geometry.lanes_hold_blocks:
             return (ptx_blocks.of_lanes(tables_gmem, self.item.seq, columns),)
@@ -199,10 +197,11 @@ class TileCopies:
                     plgpu.async_prefetch(self._run_gmem(cache, block, token))
 
     def _first_read(self, tile: Scalar, run: Scalar) -> Scalar:
-        """The first token that is read for a run of a tile."""
+        """The first token that is read for a run of a tile. Past the end, the last run is read again, from L2."""
         first = self.item.origin + tile * self.kind.tile + run * self.kind.run_tokens
         pattern = plan.pattern_of_item(self.item, self.kind)
-        return self.not_before_window(plan.token_of(first, pattern, self.kind.geometry))
+        token = self.not_before_window(plan.token_of(first, pattern, self.kind.geometry))
+        return lax.min(token, self.last_run(self.item.values_end))
 
     def last_run(self, end: Scalar) -> Scalar:
         """The first token of the last run that holds a token before `end`."""

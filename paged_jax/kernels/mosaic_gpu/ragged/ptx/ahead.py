@@ -110,10 +110,11 @@ def prefetch_tiles(keys_gmem: Ref, values_gmem: Ref, tables_gmem: Ref, tiles: Ti
             code = f"""{{ .reg .pred exists; .reg .b32 block; .reg .b64 place; setp.ne.b32 exists, $0, 0;
             mov.b32 block, 0; @exists ld.global.b32 block, [$1];
             mul.wide.s32 place, block, {problem.num_kv_heads * block_size * row_bytes}; add.s64 place, place, $2;
-            @exists cp.async.bulk.prefetch.L2.global [place], {tokens * row_bytes}; }}"""
+            @exists cp.async.bulk.prefetch.L2.global [place], $3; }}"""
             entry = add(tables, bytes_of(div(token, block_size), 4))
             slot = rem(token, block_size)
             row = add(mul(slot, problem.num_kv_heads), kv_head) if is_nhd else add(mul(kv_head, block_size), slot)
-            assembly(code, "r,l,l", as_i32(exists), entry, add(cache, bytes_of(row, row_bytes)))
+            size = mul(arith.minsi(arith.subi(end, token), i32(tokens)), row_bytes)
+            assembly(code, "r,l,l,r", as_i32(exists), entry, add(cache, bytes_of(row, row_bytes)), size)
 
     prefetch(keys_gmem, values_gmem, tables_gmem, *tiles)
