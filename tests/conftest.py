@@ -175,6 +175,15 @@ def kept_programs(tmp_path_factory):
 
 
 @pytest.fixture
+def gpu():
+    """A warpgroup in NumPy, on which calls of `inline` functions run."""
+    from tests.warpgroup import Warpgroup
+
+    with Warpgroup().running() as made:
+        yield made
+
+
+@pytest.fixture
 def device(implementation):
     """Where the implementation runs."""
     return jax.devices("cpu" if implementation == "xla" else "gpu")[0]

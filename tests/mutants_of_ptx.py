@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 _TESTS = "tests/test_mosaic_gpu_ptx.py"
+_COUNT = "tests/test_mosaic_gpu_count.py"
 
 MUTANTS_OF_PTX = [
     Mutant(
@@ -101,56 +102,91 @@ MUTANTS_OF_PTX = [
         "kernels/mosaic_gpu/ragged/ptx/scan.py",
         "        mgpu.warpgroup_barrier()  # all threads have read column `first`\n",
         "",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: a warp's sums count its own twice",
         "kernels/mosaic_gpu/ragged/ptx/scan.py",
         "arith.cmpi(arith.CmpIPredicate.ult, i32(i), warp)",
         "arith.cmpi(arith.CmpIPredicate.ule, i32(i), warp)",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: the largest values overflow their order",
-        "kernels/mosaic_gpu/ragged/ptx/scan.py",
+        "kernels/mosaic_gpu/ragged/ptx/sort.py",
         "_LARGEST = (1 << 22) - 1",
         "_LARGEST = (1 << 24) - 1",
-        _TESTS,
+        _COUNT,
+    ),
+    Mutant(
+        "ptx: lanes read the sum of their class while its first lane writes it",
+        "kernels/mosaic_gpu/ragged/ptx/sort.py",
+        "        mgpu.utils.warp_barrier()  # all lanes have read what the first of their class writes\n",
+        "",
+        _COUNT,
+    ),
+    Mutant(
+        "ptx: counts overwrite sums of classes while threads read them",
+        "kernels/mosaic_gpu/ragged/ptx/sort.py",
+        "    meet()\n    return places\n",
+        "    return places\n",
+        _COUNT,
+    ),
+    Mutant(
+        "ptx: the lanes of a class have one place",
+        "kernels/mosaic_gpu/ragged/ptx/sort.py",
+        "mov.u32 lower, %lanemask_lt; and.b32 peers, peers, lower;",
+        "mov.b32 lower, 0; and.b32 peers, peers, lower;",
+        _COUNT,
+    ),
+    Mutant(
+        "ptx: the part of a sequence is lost in the order",
+        "kernels/mosaic_gpu/ragged/ptx/sort.py",
+        "jnp.int32(i * WARPGROUP), place",
+        "jnp.int32(0), place",
+        _COUNT,
+    ),
+    Mutant(
+        "mosaic_gpu: runs past the end are read from memory",
+        "kernels/mosaic_gpu/ragged/copy_tiles.py",
+        "return lax.min(token, self.last_run(self.item.values_end))",
+        "return token",
+        "tests/test_mosaic_gpu_ragged_plan.py -k past_the_end",
     ),
     Mutant(
         "ptx: wide and thin items are claimed by one counter",
         "kernels/mosaic_gpu/ragged/ptx/items.py",
         "add(address(counters_gmem), i64(4 * (0 if kind.is_wide else 1)))",
         "address(counters_gmem)",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: a claim overwrites the number that some threads have not read",
         "kernels/mosaic_gpu/ragged/ptx/items.py",
         "    mgpu.warpgroup_barrier()  # all threads have read the previous value, and have stored what is counted\n",
         "",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: who merges a split item may miss what others have stored",
         "kernels/mosaic_gpu/ragged/ptx/items.py",
         '"atom.acq_rel.gpu"',
         '"atom"',
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: both warpgroups draw numbers into one place",
         "kernels/mosaic_gpu/ragged/ptx/items.py",
         "add(address(drawn_smem), mul(add(warpgroup, i32(1)), 4))",
         "add(address(drawn_smem), i32(4))",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: each thread claims an item",
         "kernels/mosaic_gpu/ragged/ptx/items.py",
         "mov.b32 number, 0; @first {atom}",
         "mov.b32 number, 0; {atom}",
-        _TESTS,
+        _COUNT,
     ),
     Mutant(
         "ptx: some rows of a split item are never merged",
