@@ -113,37 +113,9 @@ MUTANTS_OF_PTX = [
     ),
     Mutant(
         "ptx: the largest values overflow their order",
-        "kernels/mosaic_gpu/ragged/ptx/sort.py",
+        "kernels/mosaic_gpu/ragged/ptx/scan.py",
         "_LARGEST = (1 << 22) - 1",
         "_LARGEST = (1 << 24) - 1",
-        _COUNT,
-    ),
-    Mutant(
-        "ptx: lanes read the sum of their class while its first lane writes it",
-        "kernels/mosaic_gpu/ragged/ptx/sort.py",
-        "        mgpu.utils.warp_barrier()  # all lanes have read what the first of their class writes\n",
-        "",
-        _COUNT,
-    ),
-    Mutant(
-        "ptx: counts overwrite sums of classes while threads read them",
-        "kernels/mosaic_gpu/ragged/ptx/sort.py",
-        "    meet()\n    return places\n",
-        "    return places\n",
-        _COUNT,
-    ),
-    Mutant(
-        "ptx: the lanes of a class have one place",
-        "kernels/mosaic_gpu/ragged/ptx/sort.py",
-        "mov.u32 lower, %lanemask_lt; and.b32 peers, peers, lower;",
-        "mov.b32 lower, 0; and.b32 peers, peers, lower;",
-        _COUNT,
-    ),
-    Mutant(
-        "ptx: the part of a sequence is lost in the order",
-        "kernels/mosaic_gpu/ragged/ptx/sort.py",
-        "jnp.int32(i * WARPGROUP), place",
-        "jnp.int32(0), place",
         _COUNT,
     ),
     Mutant(

@@ -39,8 +39,10 @@ def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **
 
 
 BANDS = {"seq_lens": (170, 30), "query_lens": (150, 1)}
-LATE = {"seq_lens": (9, *(0,) * 128, 140, 70, 300, 0), "query_lens": (1, *(0,) * 128, 40, 20, 1, 0)}
-MANY = {"seq_lens": tuple(37 * n % 400 + 3 for n in range(270)), "query_lens": (1, 0, 3, 1, 70, 1, 2, 1, 1) * 30}
+SHORT_ONES = (0,) * 95 + (9, 40, 3) + (0,) * 30  # the 96th to the 98th of 128 sequences
+LATE = {"seq_lens": (*SHORT_ONES, 5, 140, 300, 0), "query_lens": (*(min(n, 2) for n in SHORT_ONES), 0, 40, 1, 0)}
+MANY_LENS = tuple((1, 0, 3, 1, 70, 1, 2, 1, 1)[n % 9] for n in range(270))
+MANY = {"seq_lens": tuple(max(37 * n % 400, x) for n, x in enumerate(MANY_LENS)), "query_lens": MANY_LENS}
 
 # Wide and thin items and every option occur, in as few small cases as possible.
 INTERPRETED = [
