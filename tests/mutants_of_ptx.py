@@ -119,6 +119,13 @@ MUTANTS_OF_PTX = [
         _COUNT,
     ),
     Mutant(
+        "ptx: rows past the end are prefetched",
+        "kernels/mosaic_gpu/ragged/ptx/ahead.py",
+        "arith.minsi(arith.subi(end, token), i32(tokens))",
+        "i32(tokens)",
+        _TESTS,
+    ),
+    Mutant(
         "mosaic_gpu: runs past the end are read from memory",
         "kernels/mosaic_gpu/ragged/copy_tiles.py",
         "return lax.min(token, self.last_run(self.item.values_end))",

@@ -1,5 +1,6 @@
 """Tests what the Hopper kernels do in MLIR and PTX without a GPU: a warpgroup in NumPy runs it (`warpgroup.py`)."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -14,7 +15,7 @@ from paged_jax.kernels.mosaic_gpu.mla.ptx import rows as mla_rows
 from paged_jax.kernels.mosaic_gpu.mla.ptx import warps
 from paged_jax.kernels.mosaic_gpu.ragged import kinds
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import blocks, items, results, rows, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import ahead, blocks, items, results, rows, tiles
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_ragged_plan import planned
 from tests.warpgroup import SHARED, THREADS, InLayout, OfWarps
@@ -249,6 +250,30 @@ def test_lanes_hold_the_blocks_of_runs(gpu, num_runs):
     found = blocks.of_lanes(gpu.put(tables), np.int32(1), columns)
     for run, column in enumerate(columns):
         np.testing.assert_array_equal(blocks.of_run(found, run).values, np.repeat(tables[1, column.values], 32))
+
+
+@pytest.mark.parametrize(("layout", "block_size"), [("hnd", 16), ("hnd", 128), ("nhd", 16)])
+@pytest.mark.parametrize(("first_token", "end"), [(0, 300), (128, 300), (0, 1000), (0, 1)])
+def test_first_tiles_are_prefetched_up_to_the_end(gpu, layout, block_size, first_token, end):
+    """All tiles of a short item, of one of many tiles the first one; nothing past the end, and of one kv head."""
+    geometry = kinds_of(128, block_size=block_size)[1].geometry
+    _, kind = kinds.kinds_of(replace(geometry, problem=replace(geometry.problem, layout=layout)))
+    shape = (20, 2, block_size, 128) if layout == "hnd" else (20, block_size, 2, 128)
+    keys, values_of = (gpu.empty(shape, np.uint16) for _ in range(2))
+    table = np.random.default_rng(0).permutation(20)[None, : -(-1000 // block_size)].astype(np.int32)
+    num_tiles = -(-(end - first_token) // kind.tile)
+    item = ahead.Tiles(*map(np.int32, (0, 1, first_token, num_tiles, end)))
+    tables_gmem = gpu.put(np.resize(table, (1, 1000 // block_size + 1)))
+    for first_thread in (0, THREADS):
+        gpu.first_thread = first_thread
+        ahead.prefetch_tiles(keys, values_of, tables_gmem, item, kind)
+    last = min(end, first_token + kind.tile * (num_tiles if num_tiles <= 4 else 1))
+    expected = set()
+    for token in range(first_token, last):
+        block, slot = int(tables_gmem.get()[0, token // block_size]), token % block_size
+        row = (2 * block + 1) * block_size + slot if layout == "hnd" else (block_size * block + slot) * 2 + 1
+        expected |= {cache.address + 256 * row for cache in (keys, values_of)}
+    assert expected == {at for first, size in gpu.bulk_prefetches for at in range(first, first + size, 256)}
 
 
 def test_lanes_of_a_warp(gpu):

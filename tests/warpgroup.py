@@ -134,6 +134,8 @@ class Warpgroup:
     def __init__(self):
         self.memories = {space: Memory(space) for space in (GLOBAL, SHARED)}
         self.copies, self.is_fenced, self.prefetched = [], True, []
+        self.first_thread = 2 * THREADS  # of the program
+        self.bulk_prefetches = []  # the address and the number of bytes of each
         self.orders = []  # the memory orders of atomic additions
         self.lanes_may_differ = False  # whether a function may return a scalar that has another value in each thread
 
@@ -165,6 +167,7 @@ class Warpgroup:
             np.errstate(all="ignore"),
             mock.patch.object(inline, "plgpu", SimpleNamespace(**vars(plgpu) | {"inline_mgpu": inline_mgpu})),
             mock.patch.object(mgpu.utils, "memref_ptr", lambda ref: ref.address),
+            mock.patch.object(mgpu, "thread_idx", _thread_idx),
             mock.patch.object(mgpu.utils, "warpgroup_barrier", barrier),
             mock.patch.object(mgpu, "warpgroup_barrier", barrier),
             mock.patch.object(mgpu.utils, "warp_barrier", functools.partial(_comment, "barrier of a warp")),
@@ -286,6 +289,11 @@ def _of_rows(registers):
         result[rows] = register[:, 0]
     agree = all((result[rows] == register[:, 0]).all() for rows, register in zip(_ROWS, registers, strict=True))
     return result if agree else OfLanes(registers)
+
+
+def _thread_idx():
+    word = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
 
 
 def _comment(text: str) -> None:

@@ -160,7 +160,7 @@ class _Ptx:
                 memory.barrier(of_warps="warpgroup" not in code)
             return []
         earlier_lanes = (1 << (THREAD % 32).astype(np.uint64)) - 1
-        self.registers = {"%tid.x": (2 * THREADS + THREAD).astype(np.uint32), "%lanemask_lt": earlier_lanes}
+        self.registers = {"%tid.x": (self.gpu.first_thread + THREAD).astype(np.uint32), "%lanemask_lt": earlier_lanes}
         for i, x in enumerate(operands):
             assert np.asarray(x).dtype.itemsize in (4, 8), "operands have 32 or 64 bits"
             self.registers[f"${len(outs) + i}"] = _bits(np.broadcast_to(x, THREADS))
@@ -195,6 +195,10 @@ class _Ptx:
         assert parts[0] == "mov" or not any(x.startswith("%") for x in operands), "only mov reads special registers"
         if op == "prefetch.global.L2":
             self.gpu.prefetched += self.at(operands[0])[where].tolist()
+        elif op == "cp.async.bulk.prefetch.L2.global":
+            sizes = self.value(operands[1]).view(np.int32)
+            assert (sizes[where] % 16 == 0).all()
+            self.gpu.bulk_prefetches += zip(self.at(operands[0])[where].tolist(), sizes[where].tolist(), strict=True)
         elif parts[0] in ("ld", "st", "atom", "cp"):
             self.memory(parts, operands, where)
         elif parts[0] == "fence":
@@ -298,13 +302,13 @@ def _instruction(op: str, values):
         return values[0] & values[1]
     if op == "and.b32":
         return values[0].astype(np.uint32) & values[1].astype(np.uint32)
-    if op == "add.s32":
+    if op in ("add.s32", "add.s64"):
         return values[0] + values[1]
     if op == "xor.b32":
         return values[0] ^ values[1]
-    if op == "mad.wide.s32":
+    if op in ("mul.wide.s32", "mad.wide.s32"):
         x, y = (v.astype(np.uint32).view(np.int32).astype(np.int64) for v in values[:2])
-        return (x * y + values[2].view(np.int64)).view(np.uint64)
+        return (x * y + (values[2].view(np.int64) if name == "mad" else 0)).view(np.uint64)
     if op == "prmt.b32":
         both = np.stack(values[:2], 1).astype("<u4").view(np.uint8)
         chosen = [both[:, int(values[2][0]) >> 4 * i & 7] for i in range(4)]
