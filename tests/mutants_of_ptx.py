@@ -130,7 +130,7 @@ MUTANTS_OF_PTX = [
         "kernels/mosaic_gpu/ragged/copy_tiles.py",
         "return lax.min(token, self.last_run(self.item.values_end))",
         "return token",
-        "tests/test_mosaic_gpu_ragged_plan.py -k past_the_end",
+        "tests/test_mosaic_gpu_loads.py -k past_the_end",
     ),
     Mutant(
         "ptx: wide and thin items are claimed by one counter",

@@ -20,7 +20,6 @@ from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, kinds_of, num_counters
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
-from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
 
@@ -74,20 +73,6 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
     for kind in kinds_of(geometry):
         assert kind.runs_per_tile >= LOADING_WARPS
         assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
-
-
-@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
-def test_runs_past_the_end_read_the_last_run_again(of_kind):
-    """What lies behind it in its block would come from memory, and short contexts would take up to 8% longer."""
-    shapes = {"block_size": 128, "table_width": 4, "num_programs": 1}
-    geometry, counts, lengths = planned(((40, 1)[of_kind],), (300,), 8, 2, 128, None, **shapes)
-    kind = kinds_of(geometry)[of_kind]
-    item = plan.find(jnp.int32(0), counts, lengths, kind)
-    tiles, size = TileLoader(item, jnp.int32(0), kind, None), kind.run_tokens
-    runs = itertools.product(range(int(item.num_tiles)), range(kind.runs_per_tile))
-    assert [int(tiles._first_read(*run)) for run in runs] == [
-        min(first, 300 - 300 % size) for first in range(0, 384, size)
-    ]
 
 
 @pytest.mark.sampled(1)
