@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from paged_jax.kernels.mosaic_gpu.hopper import inline, lanes, rows
-from tests.warpgroup import InLayout, Warpgroup
+from tests.warpgroup import InLayout
 
 COLUMNS = 24
 
 
 @pytest.fixture(autouse=True)
-def gpu():
-    with Warpgroup().running() as made, mock.patch.object(lanes, "_layout_of"):
-        yield made
+def gpu(gpu):
+    with mock.patch.object(lanes, "_layout_of"):
+        yield gpu
 
 
 def tile(x):

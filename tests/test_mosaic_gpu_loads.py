@@ -345,7 +345,7 @@ def test_powers_of_two_and_their_inverses():
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
 def test_runs_past_the_end_read_the_last_run_again(of_kind):
-    """What lies behind it in its block would come from memory, and short contexts would take up to 8% longer."""
+    """What lies behind it in its block would come from memory, and short contexts would take up to 7% longer."""
     shapes = {"block_size": 128, "table_width": 4, "num_programs": 1}
     geometry, counts, lengths = planned(((40, 1)[of_kind],), (300,), 8, 2, 128, None, **shapes)
     kind = kinds_of(geometry)[of_kind]

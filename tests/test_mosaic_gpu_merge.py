@@ -22,15 +22,9 @@ from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_mla import problem_of
 from tests.test_mosaic_gpu_ptx import as_stored
 from tests.test_mosaic_gpu_ragged_plan import planned
-from tests.warpgroup import SHARED, THREADS, Warpgroup
+from tests.warpgroup import SHARED, THREADS
 
 SINKS = np.array([-3, 2, 700, -900, 0, 1, -1, 5], np.float32)  # some hide all tokens, or have no weight
-
-
-@pytest.fixture
-def gpu():
-    with Warpgroup().running() as made:
-        yield made
 
 
 def partials_of(rng, shape, head_size):

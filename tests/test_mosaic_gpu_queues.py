@@ -17,7 +17,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
 from paged_jax.kernels.problem import Device, Problem
 from tests import mosaic_interpreter
 from tests.test_mosaic_gpu_narrow import geometry_of
-from tests.warpgroup import THREADS, Warpgroup
+from tests.warpgroup import THREADS
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,10 @@ def in_lanes(request):
 
 
 @pytest.fixture
-def warpgroup():
+def warpgroup(gpu):
     threads = np.arange(THREADS, dtype=np.int32)
-    with Warpgroup().running() as made, mock.patch.object(plan.warps, "iota", return_value=threads):
-        yield made
+    with mock.patch.object(plan.warps, "iota", return_value=threads):
+        yield gpu
 
 
 @pytest.fixture

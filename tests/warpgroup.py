@@ -134,7 +134,7 @@ class Warpgroup:
     def __init__(self):
         self.memories = {space: Memory(space) for space in (GLOBAL, SHARED)}
         self.copies, self.is_fenced, self.prefetched = [], True, []
-        self.first_thread = 2 * THREADS  # of the program
+        self.first_thread = 2 * THREADS  # the index, in the program, of the warpgroup's first thread
         self.bulk_prefetches = []  # the address and the number of bytes of each
         self.orders = []  # the memory orders of atomic additions
         self.lanes_may_differ = False  # whether a function may return a scalar that has another value in each thread
