@@ -7,7 +7,7 @@ import pytest
 
 from paged_jax.kernels.mosaic_gpu.decode.ptx import warps as decode_warps
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, scan
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items, numbers, scan, sort
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import warps as ragged_warps
 from tests.warpgroup import GLOBAL, SHARED, THREADS
 
@@ -84,17 +84,37 @@ def test_the_largest_come_first(gpu, most, count):
     costs[count:] = 0
     values, order = (gpu.empty((THREADS,), np.int32, SHARED) for _ in range(2))
     rows = gpu.empty((3, THREADS + 5), np.int32, SHARED)
-    places = scan.places_largest_first(costs, values, np.int32(count))
+    places = sort.places_largest_first(costs, values, np.int32(count))
     expected = np.argsort(-np.minimum(costs, (1 << 22) - 1), stable=True)
-    moved = scan.moved({0: costs, 2: -costs}, places, rows, order)
+    [moved] = sort.moved([{0: costs, 2: -costs}], [places], rows, order)
     np.testing.assert_array_equal(order.get(), expected)
-    np.testing.assert_array_equal(moved, [costs[expected], -costs[expected]])
+    np.testing.assert_array_equal([moved[0], moved[2]], [costs[expected], -costs[expected]])
+
+
+@pytest.mark.parametrize("num_seqs", [129, 192, 255, 256, 257, 383, 510])
+@pytest.mark.parametrize("most", [1, 9, 1000, 2**31 - 1])
+def test_many_are_sorted_by_class(gpu, num_seqs, most):
+    """No value comes before one that is larger by a quarter, unless both are below 5, or at least 768; -1 is last."""
+    rng, parts = np.random.default_rng(num_seqs), -(-(num_seqs + 2) // THREADS)
+    costs = np.full(parts * THREADS, -1, np.int32)
+    costs[:num_seqs] = rng.integers(-1, most, num_seqs)
+    rows, order = (gpu.empty(shape, np.int32, SHARED) for shape in ((3, parts * THREADS + 5), (parts * THREADS,)))
+    places = sort.places_by_class(list(costs.reshape(parts, THREADS)), rows)
+    moved = sort.moved([{0: x, 1: -x} for x in costs.reshape(parts, THREADS)], places, rows, order)
+    whole = np.concatenate([x[0] for x in moved])
+    np.testing.assert_array_equal(np.sort(order.get()), np.arange(parts * THREADS))
+    np.testing.assert_array_equal(whole, costs[order.get()])
+    np.testing.assert_array_equal(np.concatenate([x[1] for x in moved]), -whole)
+    existing = (costs >= 0).sum()
+    assert (whole[:existing] >= 0).all()
+    clipped = np.clip(whole[:existing], 4, 768)
+    assert (clipped * 1.25 >= np.maximum.accumulate(clipped[::-1])[::-1]).all()
 
 
 def test_a_kept_order_is_stored(gpu):
     rows, order = gpu.empty((3, THREADS + 5), np.int32, SHARED), gpu.empty((THREADS,), np.int32, SHARED)
     own = np.arange(THREADS, dtype=np.int32)
-    scan.keep({2: 7 * own}, rows, order)
+    sort.keep({2: 7 * own}, rows, order)
     np.testing.assert_array_equal([rows.get()[2, :THREADS], order.get()], [7 * own, own])
 
 

@@ -1,4 +1,4 @@
-"""Sums and orders over the threads of a warpgroup."""
+"""Sums over the threads of a warpgroup."""
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -28,29 +28,20 @@ def store(arrays, arrays_smem, first):
         arrays_smem[row, pl.ds(first, WARPGROUP)] = x
 
 
+def load(arrays_smem, row, first):
+    return arrays_smem[row, pl.ds(first, WARPGROUP)]
+
+
+def meet():
+    pass
+
+
 def totals(arrays, sums_smem):
     return [x.sum().astype(jnp.float32) for x in arrays.values()]
 
 
 def used(rows, sums_smem):
     return jnp.int32(WARPGROUP)
-
-
-def places_largest_first(values, values_smem, count):
-    return jnp.argsort(jnp.argsort(-values, stable=True), stable=True).astype(jnp.int32)
-
-
-def keep(arrays, arrays_smem, order_smem):
-    order_smem[...] = jnp.arange(WARPGROUP, dtype=jnp.int32)
-    store(arrays, arrays_smem, 0)
-
-
-def moved(arrays, places, arrays_smem, order_smem):
-    order = jnp.argsort(places, stable=True)
-    order_smem[...] = order
-    moved = [x[order] for x in arrays.values()]
-    store(dict(zip(arrays, moved, strict=True)), arrays_smem, 0)
-    return moved
 
 
 def copy_columns(from_smem, to_gmem, count):

@@ -1,9 +1,9 @@
 """Counts a batch's work: items and partial results of each sequence.
 
-Programs claim items in an order of the sequences. If only the first 128 sequences have queries, they are sorted: those
-with the costliest items come first. Then the last items are short, and all programs end at about the same time
-(benchmarks/LOG.md, "The longest first"). More sequences keep their order, because even the longest is short compared
-with the work of a program. So do sequences whose items all begin at once.
+Programs claim items in an order of the sequences: those with the costliest items come first. Then the last items are
+short, and all programs end at about the same time (benchmarks/LOG.md, "The longest first"). If only the first 128
+sequences have queries, they are sorted exactly, or keep their order if their items all begin at once. More sequences
+are sorted by classes of cost.
 
 Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
 batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us (benchmarks/LOG.md, "Counting
@@ -25,7 +25,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 from paged_jax.kernels.mosaic_gpu.ragged.arithmetic import quotient
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, warps
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan, sort, warps
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
 from paged_jax.kernels.mosaic_gpu.ragged.shares import Lanes, Shares, Totals, shares_of
@@ -41,18 +41,16 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
 
     totals = Totals.of([costs(sequences, kind).sum().astype(jnp.float32) for kind in kinds_there(geometry)])
-    may_order = (sequences.query_len[WARPGROUP:] == 0).all()
     lanes = Lanes(
         sum_up=lambda of_sequences: jnp.stack([of(sequences).sum() for of in of_sequences]).astype(jnp.float32),
         spread=lambda values: jnp.stack([jnp.float32(x) for x in values]),
         collect=lambda values, count: list(values[:count]),
         vote=lambda x: (x << jnp.arange(len(x))).sum(),
     )
-    shares, begin_at_once, wide_programs = shares_of(totals, may_order, lanes, geometry)
+    shares, begin_at_once, wide_programs = shares_of(totals, lanes, geometry)
     order = jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
-        keeps_order = begin_at_once | ~may_order
-        order = jnp.argsort(jnp.where(keeps_order, 0, -_most_cost(sequences, shares, geometry)), stable=True)
+        order = jnp.argsort(jnp.where(begin_at_once, 0, -_most_cost(sequences, shares, geometry)), stable=True)
         sequences = Sequence(*(x[order] for x in sequences))
     counts = _counts(sequences, shares, geometry)
     none = jnp.zeros_like(sequences.first_token)
@@ -74,36 +72,45 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     if others:
         sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), others))
     sums = scan.totals(dict(enumerate(sums)), smem.counted)
-    totals, may_order = Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else True
+    totals, is_short = Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else None
 
     def sum_up(of_sequences):
         own = [of(first) for of in of_sequences]
         if others:  # engines pad batches to many sequences, so most often only the first ones have queries
             none, all_others = lambda: [x * 0 for x in own], lambda: [_over_parts(of, others) for of in of_sequences]
-            own = [x + more for x, more in zip(own, lax.cond(may_order, none, all_others), strict=True)]
+            own = [x + more for x, more in zip(own, lax.cond(is_short, none, all_others), strict=True)]
         return warps.totals_in_lanes(own, smem.counted, len(kinds) + 1)
 
     lanes = Lanes(sum_up, warps.in_lanes, warps.of_lanes, warps.votes)
-    shares, begin_at_once, wide_programs = shares_of(totals, may_order, lanes, geometry)
-    counts = _counts(first, shares, geometry)
-    if geometry.orders_sequences:
-        keeps_order = begin_at_once | ~may_order if others else begin_at_once
-        counts = _ordered(first, counts, shares, keeps_order, refs, geometry)
-    else:
-        scan.store(_only(counts, Counted.SPLITS), smem.table, 0)
+    shares, begin_at_once, wide_programs = shares_of(totals, lanes, geometry)
     summed = Counted.ITEMS, Counted.PARTIALS
     packs = all(kind.most_numbered < 1 << 16 for kind in kinds)
-    scan.sums_before(_only(counts, *summed), smem.table, 0, packs)
+
+    def count_first():
+        counts = _counts(first, shares, geometry)
+        if geometry.orders_sequences:
+            counts = _ordered(first, counts, shares, begin_at_once, refs, geometry)
+        else:
+            scan.store(_only(counts, Counted.SPLITS), smem.table, 0)
+        scan.sums_before(_only(counts, *summed), smem.table, 0, packs)
+        if others:
+            scan.extend(list(_only(counts, *summed)), smem.table)
+
+    def count_all():
+        counts = [_counts(part, shares, geometry) for part in (first, *others)]
+        if geometry.orders_sequences:
+            costs = [jnp.where(part.query_len > 0, _most_cost(part, shares, geometry), -1) for part in (first, *others)]
+            counts = sort.moved(counts, sort.places_by_class(costs, smem.table), smem.table, smem.order)
+        for part, of_part in enumerate(counts):
+            if not geometry.orders_sequences:
+                scan.store(_only(of_part, Counted.SPLITS), smem.table, part * WARPGROUP)
+            scan.sums_before(_only(of_part, *summed), smem.table, part * WARPGROUP, packs)
+
     if others:
-        pl.when(may_order)(lambda: scan.extend(list(_only(counts, *summed)), smem.table))
-
-        @pl.when(~may_order)
-        def sum_up_others():
-            for part, sequences in enumerate(others, 1):
-                columns = _counts(sequences, shares, geometry)
-                scan.store(_only(columns, Counted.SPLITS), smem.table, part * WARPGROUP)
-                scan.sums_before(_only(columns, *summed), smem.table, part * WARPGROUP, packs)
-
+        pl.when(is_short)(count_first)
+        pl.when(~is_short)(count_all)
+    else:
+        count_first()
     found = Counts(smem.table, smem.order, smem.wide_programs)
     if geometry.merges_copies:
         wide_programs = _wide_at_once(found, geometry)
@@ -124,13 +131,13 @@ def _ordered(
     smem = refs.smem
 
     def keep():
-        scan.keep(counts, smem.table, smem.order)
+        sort.keep(counts, smem.table, smem.order)
         return list(counts.values())
 
     def order():
         used = scan.used(len(kinds_there(geometry)), smem.counted)
-        places = scan.places_largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, used)
-        return scan.moved(counts, places, smem.table, smem.order)
+        places = sort.places_largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, used)
+        return list(sort.moved([counts], [places], smem.table, smem.order)[0].values())
 
     return dict(zip(counts, lax.cond(keeps_order, keep, order), strict=True))
 
@@ -144,8 +151,7 @@ def sequence_at(ordinal: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
     """The index of the sequence at position `ordinal` of the order."""
     if not geometry.orders_sequences:
         return ordinal
-    first = counts.order[lax.min(ordinal, jnp.int32(WARPGROUP - 1))]
-    return first if geometry.count_columns == WARPGROUP else jnp.where(ordinal < WARPGROUP, first, ordinal)
+    return counts.order[ordinal]
 
 
 def before(what: Counted, ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:

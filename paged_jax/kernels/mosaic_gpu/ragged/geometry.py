@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Granularity, Problem
 
-_MOST_ORDERED = 4 * WARPGROUP - 2  # in batches of at most so many sequences, the first 128 may be sorted
+_MOST_ORDERED = 4 * WARPGROUP - 2  # in a batch of more, XLA counts, and its sort would take longer than it saves
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
@@ -141,11 +141,7 @@ class Geometry:
 
     @property
     def orders_sequences(self) -> bool:
-        """Whether the sequences with the costliest items come first, if only the first 128 have queries.
-
-        A thread of a warpgroup compares one sequence with all others. More of them keep their order: even the longest
-        is short compared with the work of a program, and sorting takes longer.
-        """
+        """Whether the sequences are sorted, so that those with the costliest items come first."""
         return 1 < self.problem.num_seqs <= _MOST_ORDERED and not self.merges_copies
 
     # The merge of split items, or of the rows of each query.

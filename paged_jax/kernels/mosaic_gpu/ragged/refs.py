@@ -48,8 +48,8 @@ class Counts(NamedTuple):
     Attributes:
       table: i32 [2 * len(Counted), >= num_seqs + 2], of the sequences in order: exclusive prefix sums, and splits.
         Rows are the members of `Counted` for wide items, and then for thin ones.
-      order: i32 [>= 128]: the first 128 sequences, those with the costliest items first. Not read unless
-        `Geometry.orders_sequences`.
+      order: i32 [>= num_seqs]: the sequences, those with the costliest items first, and those without queries last. If
+        only the first 128 have queries, only these are there. Not read unless `Geometry.orders_sequences`.
       wide_programs: i32 [1]: the number of programs that begin with wide items.
     """
 
@@ -297,8 +297,10 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
     table = plgpu.SMEM((2 * len(Counted), columns + 1 + warps), jnp.int32)
     rows = 1 + sum(1 + len(kind.shares) for kind in kinds_there(geometry))
     counted = plgpu.SMEM((rows, warps), jnp.float32)
-    order = plgpu.SMEM((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
-    return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, order
+    order, ordered_by = (
+        plgpu.SMEM((count,), jnp.int32) if geometry.orders_sequences else ABSENT for count in (columns, WARPGROUP)
+    )
+    return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, ordered_by
 
 
 def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:

@@ -63,8 +63,8 @@ class Lanes(NamedTuple):
     vote: Callable[[Array], Scalar]  # an integer with a bit for each lane
 
 
-def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) -> tuple[Shares, Any, Any]:
-    """Computes target costs of splits: about total work / programs, or less if the sequences may be ordered.
+def shares_of(totals: Totals, lanes: Lanes, geometry: Geometry) -> tuple[Shares, Any, Any]:
+    """Computes target costs of splits: about total work / programs, or less if the sequences are ordered.
 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.
@@ -108,7 +108,7 @@ def shares_of(totals: Totals, may_order: Any, lanes: Lanes, geometry: Geometry) 
     for kind in kinds_there(geometry):
         (best, cost, least), *others = [(i, x.cost, times[i]) for i, x in enumerate(candidates) if x.kind == kind]
         for i, other, time in others:
-            is_less = (time < least) & may_order
+            is_less = time < least
             best, cost, least = jnp.where(is_less, i, best), jnp.where(is_less, other, cost), lax.min(time, least)
         chosen[kind], begin_at_once = cost, begin_at_once & ((fits >> best) & 1 == 1)
         for i, of_candidate in enumerate(begin_wide if kind.is_wide else []):  # wide candidates are the first ones

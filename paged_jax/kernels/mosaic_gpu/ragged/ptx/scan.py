@@ -1,4 +1,4 @@
-"""Gathers, prefix sums and sorts of arrays with one element for each thread of a warpgroup, in PTX."""
+"""Gathers and prefix sums of arrays with one element for each thread of a warpgroup, in PTX."""
 
 import functools
 import math
@@ -23,7 +23,6 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     element,
     i32,
     inline,
-    less,
     mul,
     rem,
     thread_index_read_again,
@@ -36,8 +35,6 @@ from paged_jax.kernels.mosaic_gpu.hopper.threads import iota as iota
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 _WARPS = WARPGROUP // WARP
-_LARGEST = (1 << 22) - 1  # larger values are sorted like this one; the other bits hold the index
-_AT_ONCE = 16  # values that `_number_larger` loads in one step of its loop
 
 
 def totals(arrays: dict[int, Array], sums_smem: Ref) -> list[Any]:
@@ -101,10 +98,10 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int, packs: boo
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
         for group, x in zip(groups, sums, strict=True):  # the last lane of each warp has the warp's sum
             store_word(place(group[0], add(warp, i32(columns - _WARPS))), x, is_last)
-        before = [packed([_load(place(row, i32(first))) for row in group]) if first else i32(0) for group in groups]
+        before = [packed([load_word(place(row, i32(first))) for row in group]) if first else i32(0) for group in groups]
         mgpu.warpgroup_barrier()  # all threads have read column `first`
         for group, value, inclusive, earlier in zip(groups, values, sums, before, strict=True):
-            of_warps = [_load(place(group[0], i32(columns - _WARPS + i))) for i in range(_WARPS)]
+            of_warps = [load_word(place(group[0], i32(columns - _WARPS + i))) for i in range(_WARPS)]
             start, total = _before_warp(earlier, of_warps, warp)
             own = unpacked(add(start, arith.subi(inclusive, value)), len(group))
             for row, x, of_all in zip(group, own, unpacked(total, len(group)), strict=True):
@@ -127,7 +124,7 @@ def extend(rows: list[int], sums_smem: Ref) -> None:
         base, index = address(sums_smem), thread_index_read_again()
         for row in rows:
             of_row = add(base, i32(4 * (row * columns + WARPGROUP)))
-            total, first = _load(of_row), add(of_row, mul(index, 4))
+            total, first = load_word(of_row), add(of_row, mul(index, 4))
             for column in range(1, columns - WARPGROUP - _WARPS, WARPGROUP):
                 store_word(add(first, i32(4 * column)), total)
         mgpu.warpgroup_barrier()
@@ -148,64 +145,25 @@ def store(arrays: dict[int, Array], arrays_smem: Ref, first: int) -> None:
     put(arrays_smem, *arrays.values())
 
 
-def places_largest_first(values: Array, values_smem: Ref, count: Scalar) -> Array:
-    """The place of each value >= 0 in an order with the largest value first, and equal values by index.
+def load(arrays_smem: Ref, row: int, first: int) -> Array:
+    """Loads the elements of a row from column `first` on, one in each thread."""
+    place = 4 * (row * arrays_smem.shape[1] + first)
 
-    Values of 2 ** 22 and more count as equal. All values from index `count` on must be 0, which is a multiple of 32.
-    """
+    @inline(plgpu.RefType(), returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def own(_, arrays_smem):
+        return of_threads(load_word(add(address(arrays_smem), add(mul(thread_index_read_again(), 4), i32(place)))))
 
-    @inline(plgpu.RefType(), LAYOUT, SCALAR, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
-    def compute(_, values_smem, values, count):
-        compared = count.registers.item()
-        index, base = thread_index_read_again(), address(values_smem)
-        value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
-        # The index makes values unique: of two equal ones, the smaller index comes first.
-        unique = arith.subi(mul(value, WARPGROUP), index)
-        store_word(add(base, mul(index, 4)), unique)
-        mgpu.warpgroup_barrier()
-        place = _number_larger(unique, base, compared)
-        return of_threads(arith.select(less(index, compared), place, index))  # the others keep their places
-
-    return compute(values_smem, values, count)
+    return own(arrays_smem)
 
 
-def keep(arrays: dict[int, Array], arrays_smem: Ref, order_smem: Ref) -> None:
-    """Stores each thread's elements in its own column of the rows of `arrays_smem`, and its index in `order_smem`."""
-    store(arrays, arrays_smem, 0)
+def meet() -> None:
+    """Waits until all threads are here, and lets each see what the others have stored."""
 
-    @inline(plgpu.RefType())
-    def store_order(_, order_smem):
-        index = thread_index_read_again()
-        store_word(add(address(order_smem), mul(index, 4)), index)
-
-    store_order(order_smem)
-
-
-def moved(arrays: dict[int, Array], places: Array, arrays_smem: Ref, order_smem: Ref) -> list[Array]:
-    """Moves each thread's elements to the thread at its place, through the rows of `arrays_smem` that are the keys.
-
-    Stores in `order_smem` which thread's elements each thread gets.
-    """
-    columns, rows = arrays_smem.shape[1], list(arrays)
-
-    @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT, *[LAYOUT] * len(arrays))
-    def store(_, arrays_smem, order_smem, places, *arrays):
-        place = mul(element(places.registers.item(), 0), 4)
-        store_word(add(address(order_smem), place), thread_index_read_again())
-        for row, x in zip(rows, arrays, strict=True):
-            store_word(add(address(arrays_smem), add(place, i32(4 * row * columns))), element(x.registers.item(), 0))
+    @inline()
+    def wait(_):
         mgpu.warpgroup_barrier()
 
-    def load(row):
-        @inline(plgpu.RefType(), returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
-        def own(_, arrays_smem):
-            column = add(thread_index_read_again(), i32(row * columns))
-            return of_threads(_load(add(address(arrays_smem), mul(column, 4))))
-
-        return own(arrays_smem)
-
-    store(arrays_smem, order_smem, places, *arrays.values())
-    return [load(row) for row in rows]
+    wait()
 
 
 def copy_columns(from_smem: Ref, to_gmem: Ref, count: int) -> None:
@@ -218,7 +176,7 @@ def copy_columns(from_smem: Ref, to_gmem: Ref, count: int) -> None:
         for row in range(rows):
             for first in range(0, count, WARPGROUP):
                 column = add(index, i32(first))
-                word = _load(add(source, mul(add(column, i32(row * from_columns)), 4)))
+                word = load_word(add(source, mul(add(column, i32(row * from_columns)), 4)))
                 to = add(target, bytes_of(add(column, i32(row * to_columns)), 4))
                 assembly("st.global.b32 [$0], $1;", "l,r", to, word)
 
@@ -263,23 +221,6 @@ def number_at_most(sums_ref: Ref, row: int, last: int, number: Scalar) -> Scalar
     return count(sums_ref, number)
 
 
-def _number_larger(value, base, count):
-    """Counts those of the `count` integers at address `base` that are larger than `value`.
-
-    It adds up the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and
-    each would wait 20 cycles for the one before (benchmarks/LOG.md, "The longest first").
-    """
-    loop = scf.ForOp(i32(0), count, i32(_AT_ONCE), [i32(0)])
-    with ir.InsertionPoint(loop.body):
-        assembly('.pragma "nounroll";', "")
-        first = add(base, mul(loop.induction_variable, 4))
-        [number] = loop.inner_iter_args
-        for i in range(_AT_ONCE):
-            number = add(number, arith.shrui(arith.subi(value, _load(add(first, i32(4 * i)))), i32(31)))
-        scf.yield_([number])
-    return loop.result
-
-
 def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
     """The sum before a warp's first element, and the total, from the sums of all warps."""
     start = total = before
@@ -304,12 +245,14 @@ def integer_sum_of_warp(x):
     return llvm.inline_asm(x.type, [x], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
 
 
-def _load(at):
+def load_word(at):
+    """Loads a word of shared memory."""
     word = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(word, [at], "ld.shared.b32 $0, [$1];", "=r,r,~{memory}", has_side_effects=True)
 
 
 def store_word(at, x, where=None) -> None:
+    """Stores a word in shared memory, if `where` holds."""
     letter = "f" if isinstance(x.type, ir.F32Type) else "r"
     if where is None:
         assembly("st.shared.b32 [$0], $1;", f"r,{letter}", at, x)
