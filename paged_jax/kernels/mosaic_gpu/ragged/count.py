@@ -72,7 +72,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     if others:
         sums.append(_over_parts(lambda part: (part.query_len > 0).astype(jnp.int32), others))
     sums = scan.totals(dict(enumerate(sums)), smem.counted)
-    totals, is_short = Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else None
+    totals, is_short = Totals.of(sums[: len(kinds)]), sums[-1] == 0 if others else True
 
     def sum_up(of_sequences):
         own = [of(first) for of in of_sequences]
