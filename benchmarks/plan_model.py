@@ -4,11 +4,12 @@
     python -m benchmarks.plan_model --random 135 --beside benchmarks/results/FILE
 
 The kernel's own functions make the plan: how items are split, their order, and how many programs begin with wide ones.
-So a rule of `ragged/shares.py` can be judged on hundreds of drawn batches before it is timed on a few. The costs were
-fitted to 57 timings of heads of 128 over 16 bits, whose wide items have two bands, and were within 5% of these on the
-mean (benchmarks/LOG.md, "The longest first"); other batches are left out. They were not fitted again when programs came
-to claim items of the other kind as late as in the kernel. The model knows nothing of memory but a bound: at times all
-programs read at once, and take longer. So it flatters plans that leave many thin items to the end.
+But more than 128 sequences are sorted exactly, and in the kernel by classes of cost. So a rule of `ragged/shares.py`
+can be judged on hundreds of drawn batches before it is timed on a few. The costs were fitted to 57 timings of heads of
+128 over 16 bits, whose wide items have two bands, and were within 5% of these on the mean (benchmarks/LOG.md, "The
+longest first"); other batches are left out. They were not fitted again when programs came to claim items of the other
+kind as late as in the kernel. The model knows nothing of memory but a bound: at times all programs read at once, and
+take longer. So it flatters plans that leave many thin items to the end.
 """
 
 import argparse

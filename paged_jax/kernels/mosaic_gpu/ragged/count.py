@@ -99,6 +99,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
     def count_all():
         counts = [_counts(part, shares, geometry) for part in (first, *others)]
         if geometry.orders_sequences:
+            # Columns of padding come last: `search` sees num_seqs + 1 columns, and not what lies after these.
             costs = [jnp.where(part.query_len > 0, _most_cost(part, shares, geometry), -1) for part in (first, *others)]
             counts = sort.moved(counts, sort.places_by_class(costs, smem.table), smem.table, smem.order)
         for part, of_part in enumerate(counts):

@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Granularity, Problem
 
-_MOST_ORDERED = 4 * WARPGROUP - 2  # in a batch of more, XLA counts, and its sort would take longer than it saves
+_MOST_ORDERED = 4 * WARPGROUP - 2  # in a batch of more, XLA counts, and nothing is sorted
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
