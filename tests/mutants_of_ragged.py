@@ -27,8 +27,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items are never split into less than even shares",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 0.5, 1 / 3), (1.0, 0.6)",
-        "(1.0, 1.0, 1.0), (1.0, 0.6)",
+        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 2.0, 1.0, 1.0), (1.0, 0.6)",
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",
     ),
     Mutant(
@@ -69,9 +69,16 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: a split of a wide item costs no more than a whole one",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "return _WIDE_ITEM_COST, *[_WIDE_SPLIT_COST] * (len(self.shares) - 1)",
+        "return tuple(_WIDE_SPLIT_COST if share < 1 else _WIDE_ITEM_COST for share in self.shares)",
         "return (_WIDE_ITEM_COST,) * len(self.shares)",
         "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items that cost a share and more are always split",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole_that_cost",
     ),
     Mutant(
         "mosaic_gpu: few wide items leave half of the programs to thin ones",

@@ -276,6 +276,18 @@ def test_first_tiles_are_prefetched_up_to_the_end(gpu, layout, block_size, first
     assert expected == {at for first, size in gpu.bulk_prefetches for at in range(first, first + size, 256)}
 
 
+@pytest.mark.parametrize("size", [1, 40, 200])
+def test_factors_are_loaded_and_waited_for(gpu, size):
+    """Each word is loaded, and none past the end. ptxas keeps the loads, because a prefetch depends on them."""
+    factors = np.random.default_rng(0).integers(1, 99, size).astype(np.int32)
+    gmem = gpu.put(factors)
+    words = ahead.load_factors(gmem)
+    expected = np.bitwise_or.reduce(np.append(factors, [0] * (-size % THREADS)).reshape(-1, THREADS)).astype(np.int32)
+    np.testing.assert_array_equal(words, expected)
+    ahead.wait_for_factors(words, gmem)
+    assert gpu.prefetched == [gmem.address] * np.count_nonzero(expected)
+
+
 def test_lanes_of_a_warp(gpu):
     numbers = np.tile(np.random.default_rng(0).integers(-9, 99, 32), 4).astype(np.int32)
     assert warps.lane_numbers().tolist() == [*range(32)] * 4

@@ -156,6 +156,14 @@ def test_short_wide_items_stay_whole(seq_len, splits):
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 16 * splits
 
 
+def test_wide_items_stay_whole_that_cost_a_share_and_more():
+    """The 48 items of 192 queries fill a wave of 56 programs. Their halves would fill 68 by one and a half waves."""
+    query_lens = (1,) * 8 + (192, 1, 1, 1, 1)
+    lens = (1403, 399, 665, 212, 834, 1388, 754, 383, 959, 279, 838, 1438, 1325)
+    geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 6
+
+
 @pytest.mark.parametrize("decodes", [5, 10])
 def test_as_many_programs_begin_with_wide_items_as_save_a_wave(decodes):
     """By their part of the work, 126 and 121 programs would begin with 256 items; four and fourteen would be last."""

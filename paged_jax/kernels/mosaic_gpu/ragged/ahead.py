@@ -17,24 +17,36 @@ from paged_jax.kernels.mosaic_gpu.ragged.count import costs, sequences_of
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_there
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import ahead, scan, warps
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, factor_sizes, sizes_of_factors
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, query_tiles, splits_of
+from paged_jax.kernels.problem import OptionArrays
 
 _MOST_COST, _MOST_SPLITS = 1 << 24, 1 << 8  # sums over sequences must not overflow; larger batches are not small
 
 
 def prefetch(refs: Refs, geometry: Geometry) -> None:
-    """Prefetches the first queries, tiles of the program's first item, and the block tables."""
+    """Prefetches the first queries, tiles of the program's first item, and the block tables; loads factors into L1."""
     inputs, problem, program = refs.inputs_gmem, geometry.problem, lax.axis_index("program")
     is_plain = not (problem.prefix or problem.interleaved or geometry.merges_copies)
     sees_all = problem.block_sparse is None and problem.sliding_window is None
     guesses = is_plain and sees_all and geometry.tuning.counts_in_kernel
+    factors = [(ahead.load_factors(gmem), gmem) for gmem in _factors(inputs.options, geometry)]
     # What is loaded here arrives together with what the next function loads.
     sequences = sequences_of(scan.iota() & (WARP - 1), refs, geometry) if guesses else None
     ahead.prefetch_queries(inputs.query, inputs.lengths.query_start_loc, program)
     if sequences is not None:
         _prefetch_item(program, sequences, refs, kinds_there(geometry))
     ahead.prefetch_tables(inputs.block_tables, inputs.lengths, program, problem.block_size)
+    for words, gmem in factors:
+        ahead.wait_for_factors(words, gmem)
+
+
+def _factors(options_gmem: OptionArrays, geometry: Geometry) -> list[Ref]:
+    """The factors that computing warpgroups read from global memory."""
+    problem, names = geometry.problem, set(sizes_of_factors(geometry.problem)) - set(factor_sizes(geometry))
+    of_call = [getattr(options_gmem, name) for name in sorted(names)]
+    of_heads = zip(options_gmem.per_head, problem.per_head, strict=True)
+    return of_call + [factors for factors, are_there in of_heads if are_there]
 
 
 def _prefetch_item(program: Scalar, sequences: Sequence, refs: Refs, kinds: tuple[ItemKind, ...]) -> None:

@@ -24,7 +24,7 @@ A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each c
 _ENOUGH_IN_FLIGHT = 40 * 1024
 """Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Three warpgroups")."""
 
-_WIDE_SHARES, _THIN_SHARES = (1.0, 0.5, 1 / 3), (1.0, 0.6)
+_WIDE_SHARES, _THIN_SHARES = (1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)
 """Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
 
 _UNORDERED_THIN_SHARE = 0.5
@@ -293,10 +293,10 @@ class ItemKind:
 
     @property
     def item_costs(self) -> tuple[int, ...]:
-        """What each item costs beside its tiles, for each of `shares`. Shares after the first split most items."""
+        """What each item costs beside its tiles, for each of `shares`. Shares below 1 split most items."""
         if not self.is_wide:
             return (0,) * len(self.shares)
-        return _WIDE_ITEM_COST, *[_WIDE_SPLIT_COST] * (len(self.shares) - 1)
+        return tuple(_WIDE_SPLIT_COST if share < 1 else _WIDE_ITEM_COST for share in self.shares)
 
     @property
     def least_split(self) -> int:

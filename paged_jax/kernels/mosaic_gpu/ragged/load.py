@@ -24,6 +24,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import (
     ITEM_STAGES,
+    Counted,
     Counts,
     Refs,
     Signal,
@@ -56,7 +57,16 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
         take_wide, take_thin = (functools.partial(take, kind, phase, items_before) for kind in (wide, thin))
         return lax.cond(begins_wide ^ (phase == 1), take_wide, take_thin)
 
-    items_before = lax.fori_loop(0, 2, take_either, zero) if wide.may_exist else take(thin, zero, zero)
+    if wide.may_exist:
+        # A claim takes as long as the results of the last item, and the program ends only when both are done.
+        wide_left, thin_left = (
+            count.total(Counted.ITEMS, kind, counts) > own
+            for kind, own in ((wide, wide_programs), (thin, geometry.tuning.num_programs - wide_programs))
+        )
+        phases = jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)
+        items_before = lax.fori_loop(0, phases, take_either, zero)
+    else:
+        items_before = take(thin, zero, zero)
     items.describe(items.nothing(), zero, items_before, refs.smem)
     # Each barrier must end as it began; the interpreter checks that.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)

@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
-from paged_jax.kernels.problem import Granularity
+from paged_jax.kernels.problem import Granularity, Problem
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
 _ITEM_FIELDS = 20  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
@@ -252,10 +252,13 @@ def factor_sizes(geometry: Geometry) -> dict[str, int]:
 
     Over 16 bits, long contexts would take 1% to 4% longer with that, and over 8 bits heads of 64 would take 2% longer.
     """
-    if not geometry.reads_own_queries:
-        return {}
-    sizes = {Granularity.CACHE: 1, Granularity.HEAD: geometry.problem.num_kv_heads}
-    options = {"scale": Granularity.CACHE, "k_scale": geometry.problem.k_scale, "v_scale": geometry.problem.v_scale}
+    return sizes_of_factors(geometry.problem) if geometry.reads_own_queries else {}
+
+
+def sizes_of_factors(problem: Problem) -> dict[str, int]:
+    """How many factors of the whole call each of these options has."""
+    sizes = {Granularity.CACHE: 1, Granularity.HEAD: problem.num_kv_heads}
+    options = {"scale": Granularity.CACHE, "k_scale": problem.k_scale, "v_scale": problem.v_scale}
     return {name: sizes[granularity] for name, granularity in options.items() if granularity in sizes}
 
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
+from jax import Array
+from jaxlib.mlir.dialects import arith, llvm
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
@@ -16,16 +17,19 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     assembly,
     bytes_of,
     div,
+    element,
     i32,
     i64,
     inline,
     less,
     mul,
     rem,
+    thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Ref
+from paged_jax.kernels.mosaic_gpu.hopper.threads import LAYOUT, of_threads
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 
 _LINE = 128  # bytes that a prefetch brings
@@ -61,6 +65,39 @@ def prefetch_queries(query_gmem: Ref, starts_gmem: Ref, program: Scalar) -> None
         assembly(code, "r,r,l,l", div(number, lines), i32(num_rows), end, place)
 
     prefetch(query_gmem, starts_gmem, program)
+
+
+def load_factors(factors_gmem: Ref) -> Array:
+    """Loads factors into L1, a word in each computing thread; returns what `wait_for_factors` waits for.
+
+    A load that follows the copies of the first tiles returns only when these have arrived, unless L1 has its words.
+    """
+    (size,) = factors_gmem.shape
+
+    @inline(plgpu.RefType(), returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
+    def load(_, factors_gmem):
+        at, words = address(factors_gmem), i32(0)
+        for first in range(0, size, WARPGROUP):
+            number = add(thread_index_read_again(), i32(first))
+            code = """{ .reg .pred exists; setp.lt.s32 exists, $1, $2; mov.b32 $0, 0;
+            @exists ld.global.b32 $0, [$3]; }"""
+            operands = number, i32(size), add(at, bytes_of(number, 4))
+            word = llvm.inline_asm(words.type, operands, code, "=&r,r,r,l,~{memory}", has_side_effects=True)
+            words = arith.ori(words, word)
+        return of_threads(words)
+
+    return load(factors_gmem)
+
+
+def wait_for_factors(words: Array, factors_gmem: Ref) -> None:
+    """Waits for what `load_factors` has loaded: ptxas leaves out loads whose result decides about nothing."""
+
+    @inline(LAYOUT, plgpu.RefType())
+    def wait(_, words, factors_gmem):
+        code = "{ .reg .pred some; setp.ne.b32 some, $0, 0; @some prefetch.global.L2 [$1]; }"
+        assembly(code, "r,l", element(words.registers.item(), 0), address(factors_gmem))
+
+    wait(words, factors_gmem)
 
 
 def prefetch_tables(tables_gmem: Ref, lengths: Lengths, program: Scalar, block_size: int) -> None:
