@@ -181,9 +181,23 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: one query with a pattern is taken for decode",
         "kernels/mosaic_gpu/ops.py",
-        "return not choose.refusals(problem, Device())",
-        "return True",
+        "if choose.refusals(problem, Device()):",
+        "if False:",
         "tests/test_mosaic_gpu_ops.py -k lead",
+    ),
+    Mutant(
+        "mosaic_gpu: many sequences without tokens have programs of decode",
+        "kernels/mosaic_gpu/ops.py",
+        "return few or not _takes_ragged(problem, Device())",
+        "return True",
+        "tests/test_mosaic_gpu_ops.py -k few_single",
+    ),
+    Mutant(
+        "mosaic_gpu: the ragged kernel gets calls that it refuses",
+        "kernels/mosaic_gpu/ops.py",
+        "return few or not _takes_ragged(problem, Device())",
+        "return few",
+        "tests/test_mosaic_gpu_ops.py -k few_single",
     ),
     Mutant(
         "mosaic_gpu: over 8 bits, too, one program on each multiprocessor is enough",

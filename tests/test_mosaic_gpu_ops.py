@@ -4,15 +4,17 @@ from dataclasses import replace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from paged_jax import _dispatch
+from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.decode import call as decode
 from paged_jax.kernels.mosaic_gpu.decode import choose
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
+from paged_jax.kernels.mosaic_gpu.ops import is_decode
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device, Problem
 from tests import inputs, oracle, plain
@@ -174,6 +176,29 @@ def test_which_kernel_runs_ragged_attention(case, kernel):
 
     with instead(decode, "decode"), instead(ragged, "ragged"), pytest.raises(InterruptedError, match=kernel):
         jax.eval_shape(mosaic_gpu.ragged_paged_attention, *operands_of(case, inputs.make(case)))
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "head_size", "cache_dtype", "layout", "expected"),
+    [
+        (264, 128, "bfloat16", "hnd", True),
+        (265, 128, "bfloat16", "hnd", False),
+        (265, 256, "bfloat16", "hnd", True),
+        (265, 128, "float8_e4m3fn", "hnd", True),
+        (265, 128, "bfloat16", "vllm", True),
+    ],
+)
+def test_few_single_queries_are_decode(num_seqs, head_size, cache_dtype, layout, expected):
+    """Many over 16 bits are thin items of the ragged kernel, if it takes the call: it lacks layout "vllm"."""
+    shapes = {"hnd": [(9, 2, 16, head_size)] * 2, "vllm": [(9, 2, head_size // 8, 16, 8), (9, 2, head_size, 16)]}
+    arrays = (
+        jax.ShapeDtypeStruct((num_seqs, 8, head_size), jnp.bfloat16),
+        *(jax.ShapeDtypeStruct(shape, jnp.dtype(cache_dtype)) for shape in shapes[layout]),
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_seqs, 4), (num_seqs,), (num_seqs + 1,))),
+    )
+    options = {"layout": layout, "max_query_len": 1}
+    operands = jax.eval_shape(lambda *x: _validate.ragged_operands(*x, causal=True, options=options), *arrays)
+    assert is_decode(*operands[:5], operands.options) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
+# Limits of calls with one query for each sequence that decode takes. Measured: LOG, "A bound of query lengths".
+_MOST_ITEMS_OF_DECODE = 528  # two waves of programs; with 1024 and more, thin items are faster
+_LARGEST_HEAD_OF_MANY = 128  # of more items, which are thin
+
 # Limits of calls that merge the rows of each query.
 _LEAST_GROUP, _LEAST_HEAD_SIZE = 4, 128
 _MOST_PARTIAL_BYTES = 128 << 20
@@ -31,14 +35,19 @@ def is_decode(
 ) -> bool:
     """Whether the decode kernel takes a ragged batch, because each sequence is known to have one query or none.
 
-    Decode is faster than thin items (benchmarks/LOG.md, "One query by the decode kernel" and "A bound of query
-    lengths"). There must be no more rows than sequences, because each row of padding goes to a sequence without a
-    query.
+    Over 8 bits and for large heads decode is faster than thin items, and so it is if there are few items (benchmarks/
+    LOG.md, "A bound of query lengths"). Each item of decode has a program of its own, even if its sequence is padding.
+    There must be no more rows than sequences, because each row of padding goes to a sequence without a query.
     """
     if options.max_query_len != 1 or options.copies > 1 or seq_lens.shape[0] < query.shape[0]:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    return not choose.refusals(problem, Device())  # the default `Device`: both kernels refuse GPUs other than Hopper's
+    if choose.refusals(problem, Device()):  # the default `Device`: both kernels refuse GPUs other than Hopper's
+        return False
+    if problem.cache_itemsize == 1 or problem.head_size > _LARGEST_HEAD_OF_MANY:
+        return True
+    few = problem.num_seqs * problem.num_kv_heads <= _MOST_ITEMS_OF_DECODE
+    return few or not _takes_ragged(problem, Device())
 
 
 def merges_copies(operands: Any) -> bool:
@@ -52,11 +61,19 @@ def merges_copies(operands: Any) -> bool:
     problem, device = Problem.of_call(*arrays, operands.options), facts.device()
     if problem.cache_itemsize == 1 or problem.group < _LEAST_GROUP or problem.head_size < _LEAST_HEAD_SIZE:
         return False
+    if not _takes_ragged(problem, device):
+        return False
+    geometry = Geometry(problem, ragged_choose.tune(problem, device))
+    return geometry.has_whole_tiles and partial_bytes(geometry) <= _MOST_PARTIAL_BYTES
+
+
+def _takes_ragged(problem: Problem, device: Device) -> bool:
+    """Whether the ragged kernel takes a problem."""
     try:
-        geometry = Geometry(problem, ragged_choose.tune(problem, device))
+        ragged_choose.tune(problem, device)
     except Unsupported:
         return False
-    return geometry.has_whole_tiles and partial_bytes(geometry) <= _MOST_PARTIAL_BYTES
+    return True
 
 
 def paged_attention(
