@@ -344,7 +344,7 @@ MUTANTS_OF_KERNELS = [
         "kernels/mosaic_gpu/ragged/load.py",
         "jnp.int32(self.kind.stages + 2)",
         "jnp.int32(self.kind.stages)",
-        "tests/test_mosaic_gpu_ragged_plan.py -k both_warpgroups",
+        "tests/test_mosaic_gpu_ragged_load.py -k both_warpgroups",
     ),
     Mutant(
         "mosaic_gpu ragged: cached tokens are read as new ones, too",

@@ -81,6 +81,20 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole_that_cost",
     ),
     Mutant(
+        "mosaic_gpu: items are claimed where none are left",
+        "kernels/mosaic_gpu/ragged/load.py",
+        "return jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)",
+        "return jnp.where(thin_left | wide_left, 2, 2)",
+        "tests/test_mosaic_gpu_ragged_load.py -k claimed_only",
+    ),
+    Mutant(
+        "mosaic_gpu: items are left to programs that do not claim them",
+        "kernels/mosaic_gpu/ragged/load.py",
+        "return jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)",
+        "return jnp.where(thin_left | wide_left, 1, 1)",
+        "tests/test_mosaic_gpu_ragged.py -k interpreter",
+    ),
+    Mutant(
         "mosaic_gpu: few wide items leave half of the programs to thin ones",
         "kernels/mosaic_gpu/ragged/shares.py",
         "(items >= wide * _MANY_WAVES) &",

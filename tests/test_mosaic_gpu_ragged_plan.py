@@ -6,7 +6,6 @@ On a GPU the kernel runs these functions. Here they run on arrays.
 import functools
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import LOADING_WARPS, kinds_of, num_counters
-from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
 
@@ -392,13 +390,3 @@ def test_nothing_has_no_negative_number_of_tiles():
     spans = jnp.asarray([-1000, -64, -63, -1, 0, 1, 64, 65])
     assert cdiv(spans, 64).tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
     assert [int(cdiv(span, 64)) for span in spans] == [0, 0, 0, 0, 0, 1, 1, 2]
-
-
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loaded(stages):
-    """The next query's memory holds results until then. If it came sooner, no interpreter would see the race."""
-    geometry = SimpleNamespace(merges_copies=False)
-    loader = SimpleNamespace(kind=SimpleNamespace(is_wide=False, stages=stages, geometry=geometry))
-    for num_tiles in range(20):
-        before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))
-        assert min(num_tiles, stages + 2) <= before <= num_tiles

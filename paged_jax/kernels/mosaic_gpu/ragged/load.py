@@ -58,13 +58,7 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
         return lax.cond(begins_wide ^ (phase == 1), take_wide, take_thin)
 
     if wide.may_exist:
-        # A claim takes as long as the results of the last item, and the program ends only when both are done.
-        wide_left, thin_left = (
-            count.total(Counted.ITEMS, kind, counts) > own
-            for kind, own in ((wide, wide_programs), (thin, geometry.tuning.num_programs - wide_programs))
-        )
-        phases = jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)
-        items_before = lax.fori_loop(0, phases, take_either, zero)
+        items_before = lax.fori_loop(0, phases(begins_wide, wide_programs, counts, geometry), take_either, zero)
     else:
         items_before = take(thin, zero, zero)
     items.describe(items.nothing(), zero, items_before, refs.smem)
@@ -72,6 +66,19 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
     if not geometry.reads_own_queries:
         _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
+
+
+def phases(begins_wide: Scalar, wide_programs: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
+    """The phases of a program: two if items of the other kind are left that no program takes without a claim.
+
+    A claim takes as long as the results of the last item, and the program ends only when both are done.
+    """
+    wide, thin = kinds_of(geometry)
+    wide_left, thin_left = (
+        count.total(Counted.ITEMS, kind, counts) > own
+        for kind, own in ((wide, wide_programs), (thin, geometry.tuning.num_programs - wide_programs))
+    )
+    return jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)
 
 
 def _copy_factors(refs: Refs, geometry: Geometry) -> None:
