@@ -188,14 +188,14 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: many sequences without tokens have programs of decode",
         "kernels/mosaic_gpu/ops.py",
-        "return few or not _takes_ragged(problem, Device())",
+        "return few or _tuning_of_ragged(problem, Device()) is None",
         "return True",
         "tests/test_mosaic_gpu_ops.py -k few_single",
     ),
     Mutant(
         "mosaic_gpu: the ragged kernel gets calls that it refuses",
         "kernels/mosaic_gpu/ops.py",
-        "return few or not _takes_ragged(problem, Device())",
+        "return few or _tuning_of_ragged(problem, Device()) is None",
         "return few",
         "tests/test_mosaic_gpu_ops.py -k few_single",
     ),

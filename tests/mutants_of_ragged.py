@@ -27,8 +27,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items are never split into less than even shares",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
-        "(1.0, 2.0, 1.0, 1.0), (1.0, 0.6)",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 1.25, 1.0, 1.0), (1.0, 0.6)",
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items that cost a share and more are always split",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
         "(1.0, 0.5, 1 / 3), (1.0, 0.6)",
         "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole_that_cost",
     ),
@@ -93,6 +93,20 @@ MUTANTS_OF_RAGGED = [
         "return jnp.where(jnp.where(begins_wide, thin_left, wide_left), 2, 1)",
         "return jnp.where(thin_left | wide_left, 1, 1)",
         "tests/test_mosaic_gpu_ragged.py -k interpreter",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items of two shares stay whole",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k two_shares",
+    ),
+    Mutant(
+        "mosaic_gpu: factors that nobody gave wait in L1",
+        "kernels/mosaic_gpu/ragged/ahead.py",
+        "for factors, are_there in of_heads if are_there]",
+        "for factors, are_there in of_heads]",
+        "tests/test_mosaic_gpu_ragged_load.py -k which_factors",
     ),
     Mutant(
         "mosaic_gpu: few wide items leave half of the programs to thin ones",

@@ -66,6 +66,12 @@ SINGLE_QUERIES = [
           sliding_window=40, logits_soft_cap=2.0),
 ]  # fmt: skip
 
+MANY_QUERIES = [
+    small(f"{num_seqs}-sequences", 8, 2, 64, 16, "bfloat16", seq_lens=tuple(37 * i % 200 for i in range(num_seqs)),
+          query_lens=tuple(int(i % 5 < 3 and 37 * i % 200 > 0) for i in range(num_seqs)), padding=9)
+    for num_seqs in (270, 520)
+]  # fmt: skip
+
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
@@ -135,10 +141,10 @@ def test_not_decode(most, padding):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
+@pytest.mark.parametrize("case", [*SINGLE_QUERIES, *MANY_QUERIES], ids=str)
 @pytest.mark.parametrize("most", [1, 4])
 def test_single_queries_on_a_gpu(case, most):
-    """The decode kernel runs batches of up to one query a sequence, thin items of the ragged kernel up to four."""
+    """Decode runs few sequences of up to one query; thin items run many, or up to four queries."""
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made, max_query_len=most), jax.devices("gpu")[0])
     check(case, made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.ragged_paged_attention)(*operands)))

@@ -1,11 +1,14 @@
-"""Tests when the ragged kernel's loading warpgroup claims items."""
+"""Tests when the ragged kernel's loading warpgroup claims items, and which factors its computing ones load early."""
 
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
+from paged_jax.kernels.mosaic_gpu.ragged import ahead
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader, phases
+from paged_jax.kernels.problem import Granularity, OptionArrays
+from paged_jax.options import PerHead
 from tests.test_mosaic_gpu_ragged_plan import planned
 
 
@@ -36,3 +39,12 @@ def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loade
     for num_tiles in range(20):
         before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))
         assert min(num_tiles, stages + 2) <= before <= num_tiles
+
+
+@pytest.mark.parametrize(("reads_own_queries", "expected"), [(False, ["k", "scale", "sinks"]), (True, ["sinks"])])
+def test_which_factors_wait_in_l1(reads_own_queries, expected):
+    """Those that computing warpgroups read from global memory. Scales of slots come with their tiles."""
+    facts = {"k_scale": Granularity.HEAD, "v_scale": Granularity.SLOT, "per_head": PerHead(None, True)}
+    problem = SimpleNamespace(num_kv_heads=2, **facts)
+    geometry = SimpleNamespace(problem=problem, reads_own_queries=reads_own_queries)
+    assert ahead._factors(OptionArrays("scale", PerHead("slopes", "sinks"), "k", "v"), geometry) == expected

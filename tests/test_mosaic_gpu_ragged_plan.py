@@ -155,11 +155,17 @@ def test_short_wide_items_stay_whole(seq_len, splits):
 
 
 def test_wide_items_stay_whole_that_cost_a_share_and_more():
-    """The 48 items of 192 queries fill a wave of 56 programs. Their halves would fill 68 by one and a half waves."""
+    """The 48 items of 192 queries take one wave of 68 programs. Their halves would take 1.4 waves."""
     query_lens = (1,) * 8 + (192, 1, 1, 1, 1)
     lens = (1403, 399, 665, 212, 834, 1388, 754, 383, 959, 279, 838, 1438, 1325)
     geometry, counts, _ = planned(query_lens, lens, 32, 8, 128, None, table_width=1024, num_programs=132)
     assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) == 8 * 6
+
+
+def test_a_few_wide_items_of_two_shares_are_split():
+    """Eight of 128 items would take twice as long as the others, and end last. Their mean does not show that."""
+    geometry, counts, _ = planned((480, 32), (8000, 17500), 32, 8, 128, None, table_width=2048, num_programs=132)
+    assert int(count.total(Counted.ITEMS, kinds_of(geometry)[0], counts)) > 128
 
 
 @pytest.mark.parametrize("decodes", [5, 10])

@@ -10,6 +10,7 @@ def prefetch_queries(query_gmem, starts_gmem, program):
 
 
 def load_factors(factors_gmem):
+    """Returns zeros, which nobody reads."""
     return jnp.zeros((WARPGROUP,), jnp.int32)
 
 

@@ -12,13 +12,14 @@ from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose as ragged_choose
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import partial_bytes
+from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 # Limits of calls with one query for each sequence that decode takes. Measured: LOG, "A bound of query lengths".
-_MOST_ITEMS_OF_DECODE = 528  # two waves of programs; with 1024 and more, thin items are faster
-_LARGEST_HEAD_OF_MANY = 128  # of more items, which are thin
+_MOST_ITEMS_OF_DECODE = 528  # two waves of programs; with 1024 thin items are faster, between these nothing was timed
+_LARGEST_HEAD_OF_MANY = 128  # more items of heads up to this size are faster as thin ones
 
 # Limits of calls that merge the rows of each query.
 _LEAST_GROUP, _LEAST_HEAD_SIZE = 4, 128
@@ -47,7 +48,7 @@ def is_decode(
     if problem.cache_itemsize == 1 or problem.head_size > _LARGEST_HEAD_OF_MANY:
         return True
     few = problem.num_seqs * problem.num_kv_heads <= _MOST_ITEMS_OF_DECODE
-    return few or not _takes_ragged(problem, Device())
+    return few or _tuning_of_ragged(problem, Device()) is None
 
 
 def merges_copies(operands: Any) -> bool:
@@ -61,19 +62,18 @@ def merges_copies(operands: Any) -> bool:
     problem, device = Problem.of_call(*arrays, operands.options), facts.device()
     if problem.cache_itemsize == 1 or problem.group < _LEAST_GROUP or problem.head_size < _LEAST_HEAD_SIZE:
         return False
-    if not _takes_ragged(problem, device):
+    if (tuning := _tuning_of_ragged(problem, device)) is None:
         return False
-    geometry = Geometry(problem, ragged_choose.tune(problem, device))
+    geometry = Geometry(problem, tuning)
     return geometry.has_whole_tiles and partial_bytes(geometry) <= _MOST_PARTIAL_BYTES
 
 
-def _takes_ragged(problem: Problem, device: Device) -> bool:
-    """Whether the ragged kernel takes a problem."""
+def _tuning_of_ragged(problem: Problem, device: Device) -> Tuning | None:
+    """The ragged kernel's tuning for a problem, or None if it refuses that."""
     try:
-        ragged_choose.tune(problem, device)
+        return ragged_choose.tune(problem, device)
     except Unsupported:
-        return False
-    return True
+        return None
 
 
 def paged_attention(
@@ -101,7 +101,7 @@ def ragged_paged_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends with the ragged kernel, or with the decode kernel if the batch is known to be decode."""
+    """Attends with the ragged kernel, or with the decode kernel if `is_decode`."""
     caches = key_cache, value_cache, block_tables
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

@@ -24,8 +24,13 @@ A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each c
 _ENOUGH_IN_FLIGHT = 40 * 1024
 """Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Three warpgroups")."""
 
-_WIDE_SHARES, _THIN_SHARES = (1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)
-"""Candidate costs of a wide and of a thin split, as fractions of total work / programs."""
+_WIDE_SHARES, _THIN_SHARES = (1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)
+"""Candidate costs of a wide and of a thin split, as multiples of total work / programs.
+
+With the second one, wide items that cost a little more than a share stay whole: their halves may fill a wave and a half
+of their programs. Candidates are compared by their mean item, so with 2.0 a few items of two shares could end last
+(benchmarks/LOG.md, "The longest first").
+"""
 
 _UNORDERED_THIN_SHARE = 0.5
 
@@ -262,7 +267,7 @@ class ItemKind:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Candidate costs of a split, as fractions of total work / programs. Without an order only even shares are.
+        """Candidate costs of a split, as multiples of total work / programs. Without an order only even shares are.
 
         If each query has several rows, sequences have no order, and thin splits are short: one may begin last.
         """

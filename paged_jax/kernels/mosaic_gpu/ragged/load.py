@@ -39,7 +39,8 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     """Takes one item after the other, describes it to the computing warpgroups, and copies its query and tiles.
 
     Some programs begin with wide items and the others with thin ones, so that matrix units and memory are busy all the
-    time. In phase 0 a program takes items of the kind it begins with until none is left; in phase 1 the other kind.
+    time. In phase 0 a program takes items of the kind it begins with until none is left. In phase 1 it takes the other
+    kind, unless all items of that kind are taken without a claim.
     """
     _copy_factors(refs, geometry)
     counts = count.count_in_kernel(refs, geometry)

@@ -256,7 +256,7 @@ def factor_sizes(geometry: Geometry) -> dict[str, int]:
 
 
 def sizes_of_factors(problem: Problem) -> dict[str, int]:
-    """How many factors of the whole call each of these options has."""
+    """How many factors `scale` and the scales of caches or heads have. Scales of slots are left out."""
     sizes = {Granularity.CACHE: 1, Granularity.HEAD: problem.num_kv_heads}
     options = {"scale": Granularity.CACHE, "k_scale": problem.k_scale, "v_scale": problem.v_scale}
     return {name: sizes[granularity] for name, granularity in options.items() if granularity in sizes}

@@ -64,7 +64,7 @@ class Lanes(NamedTuple):
 
 
 def shares_of(totals: Totals, lanes: Lanes, geometry: Geometry) -> tuple[Shares, Any, Any]:
-    """Computes target costs of splits: about total work / programs, or less if the sequences are ordered.
+    """Computes target costs of splits: about total work / programs, or less or more if the sequences are ordered.
 
     Of the candidates in `ItemKind.shares`, the one wins with which the items of a kind take the least time. If all of
     them took equally long, programs would take ceil(items / programs) waves.

@@ -1,4 +1,7 @@
-"""Prefetches into L2 by the computing warpgroups, before the loading one asks for anything."""
+"""Prefetches into L2 by the computing warpgroups, before the loading one asks for anything.
+
+They also load factors into L1: a load that follows the copies of the first tiles would wait for these.
+"""
 
 import math
 from typing import NamedTuple
