@@ -18,7 +18,7 @@ from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 # Limits of calls with one query for each sequence that decode takes. Measured: LOG, "A bound of query lengths".
-_MOST_ITEMS_OF_DECODE = 528  # two waves of programs; with 1024 thin items are faster, between these nothing was timed
+_MOST_ITEMS_OF_DECODE = 528  # two waves of programs; thin items are faster from 1024 on, and between was not timed
 _LARGEST_HEAD_OF_MANY = 128  # more items of heads up to this size are faster as thin ones
 
 # Limits of calls that merge the rows of each query.
@@ -36,8 +36,8 @@ def is_decode(
 ) -> bool:
     """Whether the decode kernel takes a ragged batch, because each sequence is known to have one query or none.
 
-    Over 8 bits and for large heads decode is faster than thin items, and so it is if there are few items (benchmarks/
-    LOG.md, "A bound of query lengths"). Each item of decode has a program of its own, even if its sequence is padding.
+    Over 8 bits and for large heads decode is faster than thin items, and about as fast if items are few. Each item
+    of decode has a program of its own, even if its sequence is padding (benchmarks/LOG.md, "A bound of query lengths").
     There must be no more rows than sequences, because each row of padding goes to a sequence without a query.
     """
     if options.max_query_len != 1 or options.copies > 1 or seq_lens.shape[0] < query.shape[0]:

@@ -4,6 +4,9 @@ The loading warpgroup counts the batch before it asks for tiles, and memory woul
 small, it has no wide items, few sequences, and items that all begin at once. Then a warp can guess in a few
 instructions which item the program takes: it counts with one lane for each sequence, and with the first of the
 candidate shares in `shares.py`. If the guess is wrong, another program finds these tiles in L2.
+
+They also load the call's factors into L1, because a load that follows the copies of the first tiles would wait for
+these (benchmarks/LOG.md, "Factors wait in L1").
 """
 
 import jax.experimental.pallas as pl
