@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if numbers and max(numbers) >= len(all_drawn):
         parser.error(f"only {len(all_drawn)} cases are drawn; --count draws more")
     some = cases.with_blocks([all_drawn[number] for number in numbers], args.block_sizes)
-    how = {"seconds": args.seconds, "rested": False}
+    # Sums of a peer's kernels follow the pauses between its launches, so long calls of ours need a pause as well.
+    how = {"seconds": args.seconds, "rested": bool(beside)}
     timer = functools.partial(timing.time_calls, **how)
     benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some, timer=timer, peer_timing=how)
 

@@ -108,16 +108,23 @@ def peers_text(report: dict[str, Any]) -> str:
 
 
 def peer_ratios(report: dict[str, Any]) -> dict[str, float]:
-    """Our first implementation's time over the fastest peer's time, in each case that has both."""
+    """Our first implementation's time over the fastest peer's time, in each case that has both.
+
+    A time is the lower one of those in a row and after a pause, if both were measured.
+    """
     ours = next(iter(contenders(report, "implementation")), "")
     ratios = {}
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["case"] == case and "us" in row]
-        own = [row["us"] for row in rows if row["contender"] == ours]
-        theirs = [row["us"] for row in rows if row["kind"] == "peer"]
+        own = [_lower(row) for row in rows if row["contender"] == ours]
+        theirs = [_lower(row) for row in rows if row["kind"] == "peer"]
         if own and theirs:
             ratios[case] = own[0] / min(theirs)
     return ratios
+
+
+def _lower(row: dict[str, Any]) -> float:
+    return min(row["us"], row.get("rested_us", row["us"]))
 
 
 def _title(report: dict[str, Any]) -> str:

@@ -194,6 +194,11 @@ def test_peers_beside_random_cases():
     assert first == "auto leads in 1 of 1 cases with blocks of 16; its median time is 0.67 of a peer's."
     assert second == "auto leads in 1 of 2 cases with blocks of 128; its median time is 1.04 of a peer's."
     assert report.peers_text(found(TIMES)) == "No case has a time of ours and one of a peer."
+    for row, rested_us in zip(report_of["rows"], (1.5, 3.0, 3.3, None, 3.5, 2.5, 3.0), strict=False):
+        row |= {"rested_us": rested_us} if rested_us else {}
+    assert report.peer_ratios(report_of) == pytest.approx(
+        {"a-blocks-of-16": 1.5 / 3, "b-blocks-of-128": 3 / 2.5, "c-blocks-of-128": 3.2 / 3}
+    ), "the lower of two times counts"
 
 
 def test_peers_are_named_or_refused(capsys):
