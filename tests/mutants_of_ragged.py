@@ -27,9 +27,23 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items are never split into less than even shares",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
-        "(1.0, 1.25, 1.0, 1.0), (1.0, 0.6)",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0",
+        "(1.0, 1.25, 1.0, 1.0), (1.0",
         "tests/test_mosaic_gpu_ragged_plan.py -k last_wave",
+    ),
+    Mutant(
+        "mosaic_gpu: thin items are never split into halves of even shares",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "(1.0, 0.6, 0.5)",
+        "(1.0, 0.6, 0.6)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k nearly_empty",
+    ),
+    Mutant(
+        "mosaic_gpu: halves of even shares may be short",
+        "kernels/mosaic_gpu/ragged/shares.py",
+        "jnp.where(share * part >= least,",
+        "jnp.where(share * part >= 0,",
+        "tests/test_mosaic_gpu_ragged_plan.py -k nearly_empty",
     ),
     Mutant(
         "mosaic_gpu: no more programs begin with wide items than their part of the work",
@@ -76,8 +90,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items that cost a share and more are always split",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
-        "(1.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6, 0.5)",
+        "(1.0, 0.5, 1 / 3), (1.0, 0.6, 0.5)",
         "tests/test_mosaic_gpu_ragged_plan.py -k stay_whole_that_cost",
     ),
     Mutant(
@@ -97,8 +111,8 @@ MUTANTS_OF_RAGGED = [
     Mutant(
         "mosaic_gpu: wide items of two shares stay whole",
         "kernels/mosaic_gpu/ragged/kinds.py",
-        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)",
-        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6)",
+        "(1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6, 0.5)",
+        "(1.0, 2.0, 0.5, 1 / 3), (1.0, 0.6, 0.5)",
         "tests/test_mosaic_gpu_ragged_plan.py -k two_shares",
     ),
     Mutant(
@@ -317,6 +331,27 @@ MUTANTS_OF_RAGGED = [
         "in_flight = (self.raw_stages - 1)",
         "in_flight = self.raw_stages",
         "tests/test_mosaic_gpu_ragged_tuning.py -k raw",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items use two raw tiles where there is one",
+        "kernels/mosaic_gpu/ragged/kinds.py",
+        "min(raw_tiles, 2) if self.is_wide",
+        "2 if self.is_wide",
+        "tests/test_mosaic_gpu_ragged_tuning.py -k raw",
+    ),
+    Mutant(
+        "mosaic_gpu: rows of 256 elements are read into registers",
+        "kernels/mosaic_gpu/ragged/geometry.py",
+        "_MOST_QUERY_IN_REGISTERS = 224",
+        "_MOST_QUERY_IN_REGISTERS = 256",
+        "tests/test_mosaic_gpu_ragged_tuning.py -k largest",
+    ),
+    Mutant(
+        "mosaic_gpu: small arrays take their bytes alone",
+        "kernels/mosaic_gpu/hopper/memory.py",
+        "pl.cdiv(_bytes(buffer), _ALIGNMENT) * _ALIGNMENT",
+        "_bytes(buffer)",
+        "tests/test_mosaic_gpu_ragged_tuning.py -k shared_memory",
     ),
     Mutant(
         "mosaic_gpu: lanes hold blocks beside two computing warpgroups, too",

@@ -226,6 +226,7 @@ def test_items_that_are_not_there_are_not_merged(query_lens, queues, monkeypatch
         ({}, None, 16, "bfloat16", {}),
         ({}, 50, 16, "int8", {}),
         ({}, None, 8, "int8", {"raw_tiles": 3, "computing_warpgroups": 2}),
+        ({}, None, 16, "int8", {"raw_tiles": 1, "computing_warpgroups": 2}),
         ({}, 50, 64, "bfloat16", {}),
         ({"block_sparse": BlockSparse(1, 3, 64, 1)}, None, 64, "int8", {}),
         ({"block_sparse": BlockSparse(2, 4, 64, -1)}, 150, 32, "bfloat16", {}),

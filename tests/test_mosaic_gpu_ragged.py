@@ -188,6 +188,8 @@ ONE_PLACE = [
     small("slots", 7, 1, 64, 32, "bfloat16", "int8", **SHORT, **SLOTS, scale="traced"),
     # The query is divided.
     small("divided", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **SHORT, k_scale="head"),
+    # One raw tile holds a tile of K and then one of V.
+    small("one-raw-tile", 2, 1, 256, 16, "bfloat16", "float8_e4m3fn", **SHORT, k_scale="scalar", v_scale="head"),
     # No program has a thin item, so the end follows a wide one.
     small("prompts", 4, 2, 64, 16, "bfloat16", "int8", seq_lens=(64, 0, 128), query_lens=(64, 0, 128)),
 ]
@@ -365,6 +367,7 @@ ON_A_GPU = [
     small("int8-96", 8, 2, 96, 32, "bfloat16", "int8", k_scale="scalar", v_scale="head", logits_soft_cap=30.0),
     small("e4m3-112", 7, 1, 112, 64, "bfloat16", "float8_e4m3fn", sliding_window=50),
     small("e4m3-128", 8, 2, 128, 16, "bfloat16", "float8_e4m3fn", seq_lens=(3000, 700, 9), query_lens=(1, 700, 5)),
+    small("e4m3-256", 4, 2, 256, 16, "bfloat16", "float8_e4m3fn", seq_lens=(900, 37, 9), query_lens=(90, 1, 5)),
     small("k-slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="scalar"),
 ]
 

@@ -4,8 +4,12 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+
+_ALIGNMENT = 1024  # bytes; Pallas begins each array in shared memory at a multiple of it
+_BARRIER = 8  # bytes
 
 
 class Slice(NamedTuple):
@@ -25,6 +29,23 @@ def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu
 
 def array_bytes(scratch: Any) -> int:
     """Bytes of all arrays in a tree of scratch buffers, without barriers."""
-    buffers = jax.tree.leaves(scratch)
-    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    return sum(_bytes(x) for x in jax.tree.leaves(scratch) if not _is_barrier(x))
+
+
+def program_bytes(scratch: Any) -> int:
+    """Bytes of shared memory that a program with this tree of scratch buffers takes, if nothing else takes any."""
+    arrays, barriers = 0, 0
+    for buffer in jax.tree.leaves(scratch):
+        if _is_barrier(buffer):
+            barriers += math.prod(buffer.num_barriers) * _BARRIER
+        else:
+            arrays += pl.cdiv(_bytes(buffer), _ALIGNMENT) * _ALIGNMENT
+    return arrays + barriers
+
+
+def _is_barrier(buffer: Any) -> bool:
+    return isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier)
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize

@@ -13,6 +13,7 @@ _MOST_ORDERED = 4 * WARPGROUP - 2  # in a batch of more, XLA counts, and nothing
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
+_MOST_QUERY_IN_REGISTERS = 224  # elements of a row; with 256, ptxas spills 1256 bytes, and 460 if no query is read
 _ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread merges
 
 
@@ -61,9 +62,11 @@ class Geometry:
         """Whether the computing warpgroups read the queries; otherwise the loading warpgroup copies them.
 
         If shared memory holds one query only, results on their way to global memory occupy the next query's place. A
-        warpgroup reads its rows of the next query into registers before it stores its results.
+        warpgroup reads its rows of the next query into registers before it stores its results. Larger heads leave too
+        few registers for that.
         """
-        return self.converts_tiles and self.tuning.queries == 1 and self.problem.head_size % _QUERY_COLUMNS == 0
+        may_read = self.problem.head_size % _QUERY_COLUMNS == 0 and self.problem.head_size <= _MOST_QUERY_IN_REGISTERS
+        return self.converts_tiles and self.tuning.queries == 1 and may_read
 
     @property
     def copies_queries(self) -> bool:

@@ -67,7 +67,7 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
         inputs,
         outputs(geometry),
         scratch(geometry),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         num_threads=geometry.tuning.computing_warpgroups + 1,
         grid=(geometry.tuning.num_programs,),
         grid_names=("program",),

@@ -24,13 +24,16 @@ A thin item has up to `WGMMA_ROWS` query rows, and a wide one so many for each c
 _ENOUGH_IN_FLIGHT = 40 * 1024
 """Bytes of raw tiles in flight in a program that keep memory busy (benchmarks/LOG.md, "Three warpgroups")."""
 
-_WIDE_SHARES, _THIN_SHARES = (1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6)
+_WIDE_SHARES, _THIN_SHARES = (1.0, 1.25, 0.5, 1 / 3), (1.0, 0.6, 0.5)
 """Candidate costs of a wide and of a thin split, as multiples of total work / programs.
 
 With the second one, wide items that cost a little more than a share stay whole: their halves may fill a wave and a half
 of their programs. Candidates are compared by their mean item, so with 2.0 a few items of two shares could end last
 (benchmarks/LOG.md, "The longest first").
 """
+
+_LEAST_HALF = 48
+"""The least cost of a thin split of half a share (benchmarks/LOG.md, "The longest first")."""
 
 _UNORDERED_THIN_SHARE = 0.5
 
@@ -149,10 +152,10 @@ class ItemKind:
     def raw_stages(self) -> int:
         """Raw tiles that shared memory holds before their conversion; those of K and of V alternate.
 
-        Wide items, which computing warpgroups bound, use one of K and one of V.
+        Wide items, which computing warpgroups bound, use one of K and one of V, or one for both if no more fits.
         """
         raw_tiles = self.geometry.tuning.raw_tiles
-        return (2 if self.is_wide else raw_tiles) * self.tiles_per_wide_tile
+        return (min(raw_tiles, 2) if self.is_wide else raw_tiles) * self.tiles_per_wide_tile
 
     @property
     def prefetches(self) -> bool:
@@ -275,6 +278,11 @@ class ItemKind:
         if self.geometry.merges_copies and not self.is_wide:
             return (_UNORDERED_THIN_SHARE,)
         return shares if self.geometry.orders_sequences else shares[:1]
+
+    @property
+    def least_of_shares(self) -> tuple[int, ...]:
+        """The least cost of a split with each of `shares`. One that would cost less is no candidate."""
+        return (0,) * len(self.shares) if self.is_wide else (0, 0, _LEAST_HALF)[: len(self.shares)]
 
     @property
     def beside_wide(self) -> tuple[float, float] | None:

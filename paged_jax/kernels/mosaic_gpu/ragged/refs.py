@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
+from paged_jax.kernels.mosaic_gpu.hopper.memory import program_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind, kinds_of, kinds_there
@@ -20,7 +20,8 @@ from paged_jax.kernels.problem import Granularity, Problem
 
 ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
 _ITEM_FIELDS = 20  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
-_OTHER_MEMORY = 12 * 1024  # bytes for barriers, padding and reductions
+_MAXIMA, _SUMS, _LSE = range(3)  # rows of `Scratch.of_rows`, the last one for the first computing warpgroup
+_WIDE_PROGRAMS, _ORDER = 4, 8  # places in `Scratch.integers`; the first ones are `drawn`
 
 
 class Counted(enum.IntEnum):
@@ -132,24 +133,59 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    drawn: Ref  # [warpgroups], old values of counters: of the loading warpgroup, and then of each computing one
-    factors: Ref  # [1 + k_scales + v_scales], the factors of the whole call over 8 bits
+    # Every array begins at a multiple of 1 KiB. So small ones are parts of `integers`, `floats` and `of_rows`.
+    integers: Ref  # `drawn`, and `wide_programs` and `order` if the kernel counts
+    floats: Ref  # `ordered_by` and `factors`, if there is one of them
     counted: Ref  # if the kernel counts: each warp's sums of costs, then of items by `ItemKind.shares`
     items: ItemRing
     keys: TileRing
-    ordered_by: Ref  # [WARPGROUP], the sort keys of sequences
     values_copied: Ref  # barrier of wide items
-    lse: Ref  # [computing warpgroups, WGMMA_ROWS]
-    maxima: Ref  # [WGMMA_ROWS], of a handed-over softmax
-    order: Ref  # as in `Counts`, if the kernel counts
-    wide_programs: Ref  # as in `Counts`, if the kernel counts
+    of_rows: Ref  # [`_LSE` + computing warpgroups, WGMMA_ROWS]: `maxima`, `sums`, and each warpgroup's lse
     query: QueryRing
     raw: RawTiles
     signals: Ref  # barriers, indexed by `Signal`; the phases of one array take one register
-    sums: Ref  # [WGMMA_ROWS], of a handed-over softmax
     table: Ref  # as in `Counts`, if the kernel counts
     thin: TileBarriers
     values: TileRing
+
+    @property
+    def drawn(self) -> Ref:
+        """Old values of counters: of the loading warpgroup, and then of each computing one."""
+        return self.integers.at[pl.ds(0, _WIDE_PROGRAMS)]
+
+    @property
+    def wide_programs(self) -> Ref:
+        """As in `Counts`, if the kernel counts."""
+        return self.integers.at[pl.ds(_WIDE_PROGRAMS, 1)]
+
+    @property
+    def order(self) -> Ref:
+        """As in `Counts`, if the kernel counts and there is an order."""
+        count = self.integers.shape[0] - _ORDER
+        return self.integers.at[pl.ds(_ORDER, count)] if count else ABSENT
+
+    @property
+    def ordered_by(self) -> Ref:
+        """The sort keys of sequences, [WARPGROUP], if the kernel orders them."""
+        return self.floats.at[pl.ds(0, WARPGROUP)]
+
+    def factors(self, first: int, size: int) -> Ref:
+        """Some factors of the whole call over 8 bits, of all that `factor_sizes` names."""
+        return self.floats.at[pl.ds(WARPGROUP + first, size)]
+
+    @property
+    def maxima(self) -> Ref:
+        """The maxima of a handed-over softmax, [WGMMA_ROWS]."""
+        return self.of_rows.at[_MAXIMA]
+
+    @property
+    def sums(self) -> Ref:
+        """The sums of a handed-over softmax, [WGMMA_ROWS]."""
+        return self.of_rows.at[_SUMS]
+
+    def lse_of(self, warpgroup: Any) -> Ref:
+        """A computing warpgroup's own memory for lse, [WGMMA_ROWS]."""
+        return self.of_rows.at[_LSE + warpgroup]
 
     def signal(self, signal: Signal, index: Any = 0) -> Ref:
         """Barrier number `index` of a signal."""
@@ -200,18 +236,17 @@ def outputs(geometry: Geometry) -> Outputs:
 def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
     wide, thin = (_barriers(kind) for kind in kinds_of(geometry))
-    queries, rows = geometry.tuning.queries, plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
-    computing = geometry.tuning.computing_warpgroups
+    queries, computing = geometry.tuning.queries, geometry.tuning.computing_warpgroups
     reads_queries, factors = geometry.reads_own_queries, sum(factor_sizes(geometry).values())
-    counts, counted, ordered_by = _counts(geometry)
+    table, counted, columns = _counts(geometry)
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
     raw = ABSENT
     if geometry.converts_tiles:
         tokens = geometry.tuning.raw_tiles * geometry.tuning.tile
         raw = plgpu.SMEM((tokens, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
-        drawn=plgpu.SMEM((1 + computing,), jnp.int32),
-        factors=plgpu.SMEM((factors,), jnp.float32) if factors else ABSENT,
+        integers=plgpu.SMEM((_ORDER + columns,), jnp.int32),
+        floats=plgpu.SMEM((WARPGROUP + factors,), jnp.float32) if columns or factors else ABSENT,
         counted=counted,
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=computing, num_barriers=ITEM_STAGES),
@@ -219,11 +254,7 @@ def scratch(geometry: Geometry) -> Scratch:
         ),
         keys=keys._replace(consumed=wide.keys_consumed, ready=wide.keys_ready),
         values_copied=wide.values_copied,
-        lse=plgpu.SMEM((computing, WGMMA_ROWS), jnp.float32),
-        maxima=rows,
-        order=counts.order,
-        ordered_by=ordered_by,
-        wide_programs=counts.wide_programs,
+        of_rows=plgpu.SMEM((_LSE + computing, WGMMA_ROWS), jnp.float32),
         query=QueryRing(
             consumed=ABSENT if reads_queries else plgpu.Barrier(num_arrivals=computing, num_barriers=queries),
             rows=_swizzled((queries, computing, WGMMA_ROWS, geometry.problem.head_size), geometry),
@@ -231,8 +262,7 @@ def scratch(geometry: Geometry) -> Scratch:
         ),
         raw=RawTiles(wide.raw_ready, raw),
         signals=plgpu.Barrier(num_barriers=Signal.STORED + reads_queries),
-        sums=rows,
-        table=counts.table,
+        table=table,
         thin=thin,
         values=values._replace(consumed=wide.values_consumed, ready=wide.values_ready),
     )
@@ -242,7 +272,7 @@ def with_factors_in_smem(refs: Refs, geometry: Geometry) -> Refs:
     """References that read the factors of the whole call in shared memory."""
     options, first = refs.inputs_gmem.options, 0
     for name, size in factor_sizes(geometry).items():
-        options = options._replace(**{name: refs.smem.factors.at[pl.ds(first, size)]})
+        options = options._replace(**{name: refs.smem.factors(first, size)})
         first += size
     return refs._replace(inputs_gmem=refs.inputs_gmem._replace(options=options))
 
@@ -291,19 +321,16 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
     return TileRing(consumed=ABSENT, ready=ABSENT, slot_scales=scales, tiles=tiles)
 
 
-def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
-    """Shared memory for counts, for prefix sums of costs, and for sort keys."""
+def _counts(geometry: Geometry) -> tuple[Ref, Ref, int]:
+    """Shared memory for the table of counts and for prefix sums of costs, and the length of the order."""
     if not geometry.tuning.counts_in_kernel:
-        return Counts(ABSENT, ABSENT, ABSENT), ABSENT, ABSENT
+        return ABSENT, ABSENT, 0
     columns = geometry.count_columns
     warps = WARPGROUP // WARP
     table = plgpu.SMEM((2 * len(Counted), columns + 1 + warps), jnp.int32)
     rows = 1 + sum(1 + len(kind.shares) for kind in kinds_there(geometry))
     counted = plgpu.SMEM((rows, warps), jnp.float32)
-    order, ordered_by = (
-        plgpu.SMEM((count,), jnp.int32) if geometry.orders_sequences else ABSENT for count in (columns, WARPGROUP)
-    )
-    return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, ordered_by
+    return table, counted, columns if geometry.orders_sequences else 0
 
 
 def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:
@@ -314,4 +341,4 @@ def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:
 
 def shared_memory_bytes(geometry: Geometry) -> int:
     """Bytes of shared memory that a program takes."""
-    return array_bytes(scratch(geometry)) + _OTHER_MEMORY
+    return program_bytes(scratch(geometry))

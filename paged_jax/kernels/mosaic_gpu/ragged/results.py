@@ -59,7 +59,7 @@ def store(stage: Scalar, band: Scalar, state: State, out_smem: Ref, refs: Refs, 
     item = items.read(stage, refs.smem)
     rows = softmax.rows_of(item, band, refs.inputs_gmem, kind)
     # Each warpgroup has its own memory for lse: while one stores a thin item, another may store the next item.
-    results_smem = Results(out_smem, refs.smem.lse.at[lax.axis_index("warpgroup")])
+    results_smem = Results(out_smem, refs.smem.lse_of(lax.axis_index("warpgroup")))
 
     def finish():
         if kind.is_wide:

@@ -75,9 +75,9 @@ def shares_of(totals: Totals, lanes: Lanes, geometry: Geometry) -> tuple[Shares,
     wide_programs = _wide_programs(totals, geometry)
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     candidates = [
-        _Candidate(kind, _target(share * part, totals, kind), item_cost)
+        _Candidate(kind, _target(_part_of(share, part, least), totals, kind), item_cost)
         for kind in kinds_there(geometry)
-        for part, item_cost in zip(kind.shares, kind.item_costs, strict=True)
+        for part, least, item_cost in zip(kind.shares, kind.least_of_shares, kind.item_costs, strict=True)
     ]
     if not geometry.orders_sequences:
         costs = {candidate.kind: candidate.cost for candidate in candidates}
@@ -134,6 +134,11 @@ def _items(sequences: Sequence, of: _Candidate) -> Array:
     unsplit = query_tiles(sequences, of.kind) * of.kind.geometry.problem.num_kv_heads
     unsplit = jnp.where(most_tiles(sequences, of.kind) > 0, unsplit, 0)
     return at_most(unsplit * splits_of(sequences, of.cost, of.kind), _MOST_ITEMS)
+
+
+def _part_of(share: Any, part: float, least: int) -> Any:
+    """A part of a share; if it costs less than `least`, the whole share, which is an earlier candidate."""
+    return share * part if least == 0 else jnp.where(share * part >= least, share * part, share)
 
 
 def _target(share: Any, totals: Totals, kind: ItemKind) -> Any:

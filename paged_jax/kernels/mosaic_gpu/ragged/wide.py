@@ -136,7 +136,7 @@ class _WideTiles:
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = plan.span_of(self.item, i, self.kind)
         weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, at_maxima, plain=plain)
-        lanes.settle(weighed.totals.sums, smem.lse)
+        lanes.settle(weighed.totals.sums, smem.of_rows)
         return weighed
 
     def _rounded(self, weighed: TileWeights) -> Array:
