@@ -19,7 +19,8 @@ from tests.test_mosaic_gpu_ragged import operands_of, small
 def geometry_of(case, max_query_len=None):
     """The geometry of a case on an H200."""
     operands = operands_of(case, inputs.make(case), max_query_len=max_query_len)
-    problem = Problem.of_call(*operands[:4], operands.options)
+    arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
+    problem = Problem.of_call(*arrays, operands.options)
     return Geometry(problem, choose.tune(problem, Device()))
 
 
