@@ -11,7 +11,16 @@ from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from tests import inputs, oracle, plain
 from tests.ragged_interpreter import call
-from tests.test_mosaic_gpu_ragged import TINY_TILES, operands_of, small
+from tests.test_mosaic_gpu_ragged import (
+    SHORT,
+    SLOTS,
+    TINY_TILES,
+    check,
+    check_prefix,
+    operands_of,
+    prefix_operands_of,
+    small,
+)
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -96,3 +105,17 @@ def test_every_number_of_8_bits_on_a_gpu(dtype):
         implementation="mosaic_gpu",
     )
     np.testing.assert_array_equal(np.asarray(out, np.float32), every.astype(np.float32).reshape(4, 1, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
+def test_one_raw_tile_that_all_warps_convert(op):
+    """With scales of slots and with new tokens, the whole warpgroup converts a tile of K, and then copies one of V."""
+    scales = SLOTS if op == "ragged_paged_attention" else {"v_scale": "head"}
+    case = small("together", 4, 2, 64, 16, "bfloat16", "int8", **SHORT, **scales)
+    made, tuning = inputs.make(case), TINY_TILES | {"raw_tiles": 1, "queries": 1, "computing_warpgroups": 2}
+    if op == "prefix_attention":
+        check_prefix(made, call(op, prefix_operands_of(case, made), **tuning))
+    else:
+        check(case, made, call(op, operands_of(case, made), **tuning))
+    assert not interpret_pallas_call.get_races().races_found

@@ -5,11 +5,11 @@ short, and all programs end at about the same time (benchmarks/LOG.md, "The long
 sequences have queries, they are sorted exactly, or keep their order if their items all begin at once. More sequences
 are sorted by classes of cost.
 
-Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
-batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us (benchmarks/LOG.md, "Counting
-and order"). No program loads anything before it has counted, so each instruction of the count delays the whole call
-(benchmarks/LOG.md, "The start of a call"). If there is a merge kernel, one program stores the counts for it. For more
-sequences, XLA counts before the kernel.
+Only the device knows the lengths. For up to 510 sequences whose counts fit into shared memory, the loading warpgroup of
+each program counts the whole batch; each of its threads counts one sequence at a time. XLA's kernels would take 5 us
+(benchmarks/LOG.md, "Counting and order"). No program loads anything before it has counted, so each instruction of the
+count delays the whole call (benchmarks/LOG.md, "The start of a call"). If there is a merge kernel, one program stores
+the counts for it. For more sequences, XLA counts before the kernel.
 """
 
 import functools

@@ -281,7 +281,7 @@ class ItemKind:
 
     @property
     def least_of_shares(self) -> tuple[int, ...]:
-        """The least cost of a split with each of `shares`. One that would cost less is no candidate."""
+        """The least cost of a split with each of `shares`. A whole share replaces one that would cost less."""
         return (0,) * len(self.shares) if self.is_wide else (0, 0, _LEAST_HALF)[: len(self.shares)]
 
     @property
