@@ -333,27 +333,6 @@ MUTANTS_OF_RAGGED = [
         "tests/test_mosaic_gpu_ragged_tuning.py -k raw",
     ),
     Mutant(
-        "mosaic_gpu: wide items use two raw tiles where there is one",
-        "kernels/mosaic_gpu/ragged/kinds.py",
-        "min(raw_tiles, 2) if self.is_wide",
-        "2 if self.is_wide",
-        "tests/test_mosaic_gpu_ragged_tuning.py -k raw",
-    ),
-    Mutant(
-        "mosaic_gpu: rows of 256 elements are read into registers",
-        "kernels/mosaic_gpu/ragged/geometry.py",
-        "_MOST_QUERY_IN_REGISTERS = 224",
-        "_MOST_QUERY_IN_REGISTERS = 256",
-        "tests/test_mosaic_gpu_ragged_tuning.py -k largest",
-    ),
-    Mutant(
-        "mosaic_gpu: small arrays take their bytes alone",
-        "kernels/mosaic_gpu/hopper/memory.py",
-        "pl.cdiv(_bytes(buffer), _ALIGNMENT) * _ALIGNMENT",
-        "_bytes(buffer)",
-        "tests/test_mosaic_gpu_ragged_tuning.py -k shared_memory",
-    ),
-    Mutant(
         "mosaic_gpu: lanes hold blocks beside two computing warpgroups, too",
         "kernels/mosaic_gpu/ragged/geometry.py",
         "return self.converts_by_warps and not self.takes_turns",
