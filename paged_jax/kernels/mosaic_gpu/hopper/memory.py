@@ -28,12 +28,15 @@ def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu
 
 
 def array_bytes(scratch: Any) -> int:
-    """Bytes of all arrays in a tree of scratch buffers, without barriers."""
+    """Bytes of all arrays in a tree of scratch buffers, without barriers and without padding."""
     return sum(_bytes(x) for x in jax.tree.leaves(scratch) if not _is_barrier(x))
 
 
 def program_bytes(scratch: Any) -> int:
-    """Bytes of shared memory that a program with this tree of scratch buffers takes, if nothing else takes any."""
+    """Bytes of shared memory that a program with this tree of scratch buffers takes: arrays, padding and barriers.
+
+    It is exact for a kernel whose `reduction_scratch_bytes` are 0.
+    """
     arrays, barriers = 0, 0
     for buffer in jax.tree.leaves(scratch):
         if _is_barrier(buffer):

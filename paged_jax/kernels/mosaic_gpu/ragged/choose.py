@@ -43,7 +43,8 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
         tilings = [tiling for tiling in tilings if tiling[1] == 2]
     counts = problem.num_seqs + 2 <= _MOST_COUNTED
     candidates = [*itertools.product(tilings, _RAW_TILES if by_warps else (2,), (counts,))]
-    # With one raw tile, the next copy waits for a conversion. Triton's kernel still takes up to 5.4 times as long.
+    # The last resort of large heads over 8 bits is one raw tile, whose next copy waits for its conversion. Triton's
+    # kernel takes up to 5.4 times as long. If the counts of many sequences do not fit beside that, XLA counts.
     candidates += [(tilings[-1], 1, counts), (tilings[-1], 1, False)]
     for (tile, stages, queries), raw_tiles, counts_in_kernel in candidates:
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
