@@ -42,6 +42,27 @@ MUTANTS_OF_PTX = [
         _TESTS,
     ),
     Mutant(
+        "ptx: later chunks of a wide query are of other tokens",
+        "kernels/mosaic_gpu/ragged/ptx/rows.py",
+        "gmem_step = later_tokens * geometry.problem.num_heads * row_bytes",
+        "gmem_step = later_tokens * geometry.problem.num_kv_heads * row_bytes",
+        _TESTS,
+    ),
+    Mutant(
+        "ptx: later chunks of a wide query are there if the first ones are",
+        "kernels/mosaic_gpu/ragged/ptx/rows.py",
+        "exists = less(token, arith.subi(num_tokens, i32(later_tokens)))",
+        "exists = less(token, num_tokens)",
+        _TESTS,
+    ),
+    Mutant(
+        "ptx: warps with the last query rows hand nothing over",
+        "kernels/mosaic_gpu/ragged/ptx/results.py",
+        "    return as_i32(less(first_row, mul(num_tokens, geometry.problem.group)))\n",
+        "    return as_i32(less(first_row, num_tokens))\n",
+        _TESTS,
+    ),
+    Mutant(
         "ptx: a thin item's last chunks are not stored",
         "kernels/mosaic_gpu/ragged/ptx/rows.py",
         "div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)",

@@ -252,6 +252,20 @@ def test_lanes_hold_the_blocks_of_runs(gpu, num_runs):
         np.testing.assert_array_equal(blocks.of_run(found, run).values, np.repeat(tables[1, column.values], 32))
 
 
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+def test_a_softmax_is_handed_over(gpu, head_size, num_tokens):
+    geometry, rng, rows = kinds_of(head_size)[1].geometry, np.random.default_rng(0), 4 * num_tokens
+    out, other = rng.standard_normal((2, 64, head_size), np.float32)
+    rescale, other_rescale = rng.random((2, 64), np.float32)
+    places = gpu.empty((2, 64, head_size), BFLOAT16, SHARED)
+    results.hand_over(InLayout(other, mgpu.WGMMA_LAYOUT), places, np.int32(num_tokens), geometry)
+    by_row = [InLayout(x, mgpu.WGMMA_ROW_LAYOUT) for x in (rescale, other_rescale)]
+    found = results.take_over(InLayout(out, mgpu.WGMMA_LAYOUT), *by_row, places, np.int32(num_tokens), geometry)
+    wanted = out * rescale[:, None] + other * other_rescale[:, None]
+    np.testing.assert_allclose(found[:rows], wanted[:rows], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("layout", "block_size"), [("hnd", 16), ("hnd", 128), ("nhd", 16)])
 @pytest.mark.parametrize(("first_token", "end"), [(0, 300), (128, 300), (0, 1000), (0, 1)])
 def test_first_tiles_are_prefetched_up_to_the_end(gpu, layout, block_size, first_token, end):

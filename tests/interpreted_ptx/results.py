@@ -36,3 +36,16 @@ def store_partial(partial_gmem, out, num_tokens, geometry):
     old = partial_gmem[...]
     exists = jnp.arange(WGMMA_ROWS)[:, None] < num_tokens * geometry.problem.group
     partial_gmem[...] = jnp.where(exists, out, old)
+
+
+def hand_over(out, places_smem, num_tokens, geometry):
+    """Two arrays of 16 bits hold the bits of one of 32."""
+    halves = lax.bitcast_convert_type(out, jnp.uint16)
+    for i in range(2):
+        places_smem.at[i][...] = lax.bitcast_convert_type(halves[..., i], places_smem.dtype)
+
+
+def take_over(out, rescale, other_rescale, places_smem, num_tokens, geometry):
+    halves = [lax.bitcast_convert_type(places_smem.at[i][...], jnp.uint16) for i in range(2)]
+    other = lax.bitcast_convert_type(jnp.stack(halves, axis=-1), jnp.float32)
+    return out * rescale[:, None] + other * other_rescale[:, None]

@@ -14,6 +14,10 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
 _MOST_HEAD_SIZE_OF_THREE = 64  # the largest with three computing warpgroups; for more of O they lack registers
+# The least bytes of a small tile of K, and its tokens. Two warpgroups take turns at the tiles of a thin item, so they
+# share a short context more evenly if tiles are small; with fewer bytes long contexts take longer (benchmarks/LOG.md,
+# "Small thin tiles").
+_SMALL_TILE_BYTES, _SMALL_TILE = 16 * 1024, 64
 _RAW_TILES = 6, 3, 2  # the numbers of raw tiles of 8 bits, best first
 _MOST_REGISTERS = 200  # of a computing thread's 216, for O, S and P, if two warpgroups compute
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
@@ -48,10 +52,11 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
     candidates += [(tilings[-1], 1, counts), (tilings[-1], 1, False)]
     for (tile, stages, queries), raw_tiles, counts_in_kernel in candidates:
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
+            tile_bytes = tile * problem.head_size * problem.cache_itemsize
             yield Tuning(
                 num_programs=device.num_multiprocessors,
                 tile=tile,
-                thin_tile=tile,
+                thin_tile=_SMALL_TILE if tile_bytes >= 2 * _SMALL_TILE_BYTES else tile,
                 stages=stages,
                 raw_tiles=raw_tiles,
                 queries=queries,

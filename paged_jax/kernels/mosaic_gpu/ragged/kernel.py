@@ -23,7 +23,7 @@ Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
 Out and lse of a whole item overwrite its query in shared memory and are copied from there; partial results go from
 registers to global memory. The last program that stores one of an item's partial results merges all of them. A
-handed-over O overwrites the query, too, in two parts of 16 bits: O rounded, and its rounding error.
+handed-over O overwrites both places of a query, too: they hold as many elements of 32 bits.
 
 Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees. With few queries:
 4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.
@@ -84,16 +84,17 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
 
     @pl.when(warpgroup < loads)
     def compute():
-        plgpu.set_max_registers(computing_registers, action="increase")
         ahead.prefetch(refs, geometry)
+        plgpu.set_max_registers(computing_registers, action="increase")
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
         _attend_to_items(with_factors_in_smem(refs, geometry), geometry)
 
     @pl.when(warpgroup == loads)
     def load():
+        counts = ragged_load.count_items(refs, geometry)
         plgpu.set_max_registers(loading_registers, action="decrease")
-        ragged_load.load_items(refs, geometry)
+        ragged_load.load_items(counts, refs, geometry)
 
 
 def _clear_padding(refs: Refs, geometry: Geometry) -> None:

@@ -35,17 +35,22 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import (
 _LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is claimed
 
 
-def load_items(refs: Refs, geometry: Geometry) -> None:
+def count_items(refs: Refs, geometry: Geometry) -> Counts:
+    """Counts the batch's items, and copies the call's factors."""
+    _copy_factors(refs, geometry)
+    counts = count.count_in_kernel(refs, geometry)
+    if factor_sizes(geometry):
+        rows.finish_copies()
+    return counts
+
+
+def load_items(counts: Counts, refs: Refs, geometry: Geometry) -> None:
     """Takes one item after the other, describes it to the computing warpgroups, and copies its query and tiles.
 
     Some programs begin with wide items and the others with thin ones, so that matrix units and memory are busy all the
     time. In phase 0 a program takes items of the kind it begins with until none is left. In phase 1 it takes the other
     kind, unless all items of that kind are taken without a claim.
     """
-    _copy_factors(refs, geometry)
-    counts = count.count_in_kernel(refs, geometry)
-    if factor_sizes(geometry):
-        rows.finish_copies()
     program, wide_programs = lax.axis_index("program"), counts.wide_programs[0]
     begins_wide, (wide, thin), zero = program < wide_programs, kinds_of(geometry), jnp.int32(0)
 

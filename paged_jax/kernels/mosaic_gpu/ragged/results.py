@@ -8,7 +8,6 @@ to the other, also through the query's shared memory.
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
@@ -25,29 +24,23 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, factor_of_results, over_columns
 
 
-def hand_over(state: State, places_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
-    """Hands a softmax over to the other warpgroup: normalised O in 16 bits, and its rounding error."""
-    out, maxima, sums = state
-    dtype = geometry.operand_dtype
-    out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
-    rounded = layout(out.astype(dtype))
-    places_smem.at[1][...] = rounded
-    places_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
-    smem.maxima[...] = maxima
-    smem.sums[...] = sums
+def hand_over(state: State, rows: Rows, places_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
+    """Hands a softmax over to the other warpgroup."""
+    ptx.hand_over(state.out, places_smem, rows.query.num_tokens, geometry)
+    smem.maxima[...] = state.maxima
+    smem.sums[...] = state.sums
     plgpu.barrier_arrive(smem.signal(Signal.HANDED_OVER))
 
 
-def take_over(state: State, places_smem: Ref, smem: Scratch) -> State:
+def take_over(state: State, rows: Rows, places_smem: Ref, smem: Scratch, geometry: Geometry) -> State:
     """Merges this warpgroup's softmax with the one that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    rounded, lost = (plgpu.load(places_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_maxima, other_sums = (plgpu.load(ref, layout=by_row) for ref in (smem.maxima, smem.sums))
     both = lax.max(maxima, other_maxima)
-    rescale, weight = exp(maxima - both), other_sums * exp(other_maxima - both)
-    out = out * over_columns(rescale, out.shape[1]) + (rounded + lost) * over_columns(weight, out.shape[1])
-    return State(layout(out), layout(both, 1), layout(sums * rescale + weight, 1))
+    rescale, other_rescale = exp(maxima - both), exp(other_maxima - both)
+    out = ptx.take_over(out, rescale, other_rescale, places_smem, rows.query.num_tokens, geometry)
+    return State(layout(out), layout(both, 1), layout(sums * rescale + other_sums * other_rescale, 1))
 
 
 def store(stage: Scalar, band: Scalar, state: State, out_smem: Ref, refs: Refs, kind: ItemKind) -> None:

@@ -49,14 +49,14 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     @pl.when(~takes_over)
     def hand_over():
         plgpu.barrier_wait(query_done)  # the handed-over O overwrites the query
-        results.hand_over(state, places_smem, smem, kind.geometry)
+        results.hand_over(state, rows, places_smem, smem, kind.geometry)
 
     # Both wait, because either may take over the next item.
     plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
 
     @pl.when(takes_over)
     def finish():
-        whole = results.take_over(state, places_smem, smem)
+        whole = results.take_over(state, rows, places_smem, smem, kind.geometry)
         results.store(stage, band, whole, places_smem.at[0], refs, kind)
         if kind.geometry.reads_own_queries:
             plgpu.barrier_arrive(smem.signal(Signal.STORED))

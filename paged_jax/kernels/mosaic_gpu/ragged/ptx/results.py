@@ -7,15 +7,17 @@ from typing import NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from paged_jax.kernels.mosaic_gpu.hopper import rows as hopper_rows
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
+    array,
     as_i32,
     as_index,
     assembly,
@@ -31,7 +33,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
@@ -46,6 +48,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
 )
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
+
+_ROWS_OF_WARP = WGMMA_ROWS // (WARPGROUP // WARP)  # of S and O
 
 
 class Results(NamedTuple):
@@ -67,8 +71,9 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
 
         def store_chunk(chunk: Chunk):
             assembly(
-                """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $0, 0;
-                ld.shared.v4.b32 {a, b, c, d}, [$1]; @exists st.global.v4.b32 [$2], {a, b, c, d}; }""",
+                f"""{{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $0, 0;
+                ld.shared.v4.b32 {{a, b, c, d}}, [$1+{chunk.smem_step}];
+                @exists st.global.v4.b32 [$2+{chunk.gmem_step}], {{a, b, c, d}}; }}""",
                 "r,r,l",
                 as_i32(chunk.exists),
                 add(out_place, chunk.smem_offset),
@@ -182,6 +187,72 @@ def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
     hopper_rows.store_word(
         as_i32(exists), add(address(lse_smem), mul(row, 4)), add(address(lse_gmem), bytes_of(index, 4))
     )
+
+
+def hand_over(out: Array, places_smem: Ref, num_tokens: Scalar, geometry: Geometry) -> None:
+    """Stores O [64, head_size] of `num_tokens` tokens for `take_over`, in the memory of two queries.
+
+    Each thread stores its own elements side by side, as in `take_over`. Warps without a query leave theirs out.
+    """
+
+    @inline(plgpu.RefType(operand_transforms(geometry.problem)), plgpu.Layout.WGMMA, SCALAR)
+    def store(_, places_smem, out, num_tokens):
+        at, has_rows = _own_place(places_smem), _warp_has_rows(num_tokens.registers.item(), geometry)
+        elements = [element(register, i) for register in out.registers.reshape(-1) for i in range(2)]
+        for i in range(0, len(elements), 4):
+            code = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.f32 [$1], {$2, $3, $4, $5}; }"
+            place = add(at, i32(4 * i * WARPGROUP))
+            assembly(code, "r,r,f,f,f,f", has_rows, place, *elements[i : i + 4])
+
+    store(places_smem, out, num_tokens)
+
+
+def take_over(
+    out: Array, rescale: Array, other_rescale: Array, places_smem: Ref, num_tokens: Scalar, geometry: Geometry
+) -> Array:
+    """Merges O [64, head_size] with what `hand_over` has stored, each times its factor [64].
+
+    An element is loaded just before it is merged: large heads have no registers for two O. Rows of warps without a
+    query get any value. When this returns, the memory may be used again.
+    """
+    shape, by_row = (WGMMA_ROWS, geometry.problem.head_size), plgpu.Layout.WGMMA.reduce(1)
+
+    @inline(
+        plgpu.RefType(operand_transforms(geometry.problem)),
+        *[plgpu.Layout.WGMMA, by_row, by_row, SCALAR],
+        returns=shape,
+        dtype="float32",
+    )
+    def merge(_, places_smem, out, rescale, other_rescale, num_tokens):
+        at, has_rows = _own_place(places_smem), _warp_has_rows(num_tokens.registers.item(), geometry)
+        factors = [[element(x, 0) for x in of_rows.registers.flat] for of_rows in (rescale, other_rescale)]
+        pair, merged = ir.VectorType.get((2,), ir.F32Type.get()), np.empty_like(out.registers)
+        own, found = out.registers.reshape(-1, 2), merged.reshape(-1, 2)  # of two rows, registers of two columns
+        for i, registers in enumerate(own):
+            code = """{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $5, 0;
+            mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; @p ld.shared.v4.b32 {a, b, c, d}, [$4];
+            mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"""
+            words = assembly(code, "=f,=f,=f,=f,r,r", add(at, i32(16 * i * WARPGROUP)), has_rows, results=4)
+            for h, register in enumerate(registers):
+                others = words[2 * h : 2 * h + 2]
+                scaled = [arith.mulf(element(register, j), factors[0][h]) for j in range(2)]
+                scaled_others = [arith.mulf(x, factors[1][h]) for x in others]
+                found[i, h] = vector.from_elements(pair, [*map(arith.addf, scaled, scaled_others)])
+        mgpu.warpgroup_barrier()  # all threads have loaded
+        return array(merged, mgpu.WGMMA_LAYOUT, shape)
+
+    return merge(places_smem, out, rescale, other_rescale, num_tokens)
+
+
+def _own_place(places_smem):
+    """The address of a thread's first four elements; its next four come after those of all threads."""
+    return add(address(places_smem), mul(thread_index_read_again(), 16))
+
+
+def _warp_has_rows(num_tokens, geometry: Geometry):
+    """1 if this warp's rows hold some of so many query tokens, else 0."""
+    first_row = mul(div(thread_index_read_again(), WARP), _ROWS_OF_WARP)
+    return as_i32(less(first_row, mul(num_tokens, geometry.problem.group)))
 
 
 def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: Geometry) -> None:

@@ -9,6 +9,7 @@ have the swizzled layout of wgmma's operands:
 All threads of a warpgroup take part in each function.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class Chunk(NamedTuple):
     exists: Any  # whether global memory has the row
     gmem_offset: Any  # bytes
     smem_offset: Any  # bytes
+    gmem_step: int = 0  # bytes, constants to be added to the offsets: they are part of an instruction
+    smem_step: int = 0
 
 
 def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKind) -> None:
@@ -226,10 +229,9 @@ def operand_transforms(problem: Problem) -> tuple[plgpu.TilingTransform, plgpu.S
 
 def copy_chunk(smem, gmem, chunk: Chunk) -> None:
     """Starts the copy of a chunk to shared memory, or fills it with zeros if the chunk does not exist."""
-    size = arith.select(chunk.exists, i32(CHUNK), i32(0))
-    offset = arith.select(chunk.exists, chunk.gmem_offset, i64(0))
-    code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-    assembly(code, "r,l,r", add(smem, chunk.smem_offset), add(gmem, offset), size)
+    size = arith.select(chunk.exists, i32(CHUNK), i32(0))  # with 0, it does not read
+    code = f"cp.async.cg.shared.global [$0+{chunk.smem_step}], [$1+{chunk.gmem_step}], 16, $2;"
+    assembly(code, "r,l,r", add(smem, chunk.smem_offset), add(gmem, chunk.gmem_offset), size)
 
 
 def chunks_of_thread(num_rows: int, chunks_per_row: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -261,18 +263,35 @@ def for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, 
     A thin item may have few rows, so its code is a loop. It leaves out the rows of warps without a query: nobody reads
     their results, and a warp's rows do not change other warps' rows. A wide item mostly has all rows, so its
     code is unrolled, for all 64 rows.
+
+    In a wide item, a chunk often has the same column and head as an earlier one of the same thread, and the same place
+    among 8 rows. Then their offsets differ by constants. One warp alone takes 5 to 9 cycles for an instruction, and
+    offsets took most of the time in which a query was asked for (benchmarks/LOG.md, "The start of a call").
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
-    chunks_per_row = row_bytes // CHUNK
+    chunks_per_row, group = row_bytes // CHUNK, kind.geometry.problem.group
 
     def do_chunk(row, column):
         exists, index = row_of_query(row, rows, geometry)
         offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
-        do(Chunk(exists, offset, swizzled_offset(row, column, geometry.problem)))
+        chunk = Chunk(exists, offset, swizzled_offset(row, column, geometry.problem))
+        do(chunk)
+        return chunk, div(row, group)
 
     if kind.is_wide:
-        for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
-            do_chunk(row, column)
+        similar_rows = math.lcm(8, group)
+        similar_rows *= WARPGROUP // math.gcd(WARPGROUP, similar_rows * chunks_per_row)
+        period, firsts = similar_rows * chunks_per_row // WARPGROUP, []
+        num_tokens = arith.minsi(rows.num_tokens, i32(geometry.band_tokens))
+        for i, (_, row, column) in enumerate(chunks_of_thread(WGMMA_ROWS, chunks_per_row)):
+            if i < period:
+                firsts.append(do_chunk(row, column))
+                continue
+            (first, token), later_rows = firsts[i % period], i // period * similar_rows
+            later_tokens = later_rows // group
+            exists = less(token, arith.subi(num_tokens, i32(later_tokens)))
+            gmem_step = later_tokens * geometry.problem.num_heads * row_bytes
+            do(first._replace(exists=exists, gmem_step=gmem_step, smem_step=later_rows * row_bytes))
         return
     num_rows = mul(rows.num_tokens, geometry.problem.group)
     if all_rows:
