@@ -103,6 +103,11 @@ def assert_equal(actual, wanted, atol=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
 
 
+def assert_same_program(one, other, *arrays):
+    """Checks that two functions of these arrays are traced to the same program, which is not compiled."""
+    assert str(jax.make_jaxpr(one)(*arrays)) == str(jax.make_jaxpr(other)(*arrays))
+
+
 def bind_sharded(op):
     """`bind` over two devices that share the kv heads; ops on latents share the query heads."""
     fun, arrays = bind(op)

@@ -11,6 +11,7 @@ import pytest
 
 import paged_jax
 from paged_jax import PagedKVCache, PagedLatentCache
+from tests.every_op import assert_same_program
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
 RNG = np.random.default_rng(3)
@@ -56,54 +57,57 @@ def test_methods_take_no_other_flag_than_a_bool():
             call("no")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("return_lse", [None, False, True])
 def test_methods_are_their_ops(return_lse):
+    """They are traced to the ops' own programs; the ops' numbers have tests of their own."""
     cache = filled("slot", "head")
-    pools, contract = (cache.key_cache, cache.value_cache), {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    contract |= {"layout": "nhd", "implementation": "xla"}
     flag = {} if return_lse is None else {"return_lse": return_lse}
-    where, slots = (TABLES, LENS), np.array([1 * 4 + 2, 0 * 4 + 2], np.int32)
-    query, key, value = tokens(2, HEADS), tokens(2, KV_HEADS), tokens(2, KV_HEADS)
-    options = {"implementation": "xla", "sliding_window": 5}
+    slots = np.array([1 * 4 + 2, 0 * 4 + 2], np.int32)
+    query, key, value = tokens(3, HEADS), tokens(3, KV_HEADS), tokens(3, KV_HEADS)
+    decode, new = (query[:2], TABLES, LENS), (key[:2], value[:2])
+    ragged, prefix = (query, TABLES, LENS, STARTS), (query, key, value, TABLES, LENS, STARTS)
+    options = {"implementation": "xla", "sliding_window": 5} | flag
 
-    written = cache.write(key, value, slots, implementation="xla")
-    expected = paged_jax.write_to_paged_cache(key, value, *pools, slots, **contract)
-    assert_equal((written.key_cache, written.value_cache), expected)
-    assert written.layout == "nhd"
-    assert_equal((written.k_scale, written.v_scale), (cache.k_scale, cache.v_scale))
+    def hold(method, op, num_before, *arrays, **options):
+        """The op takes the pools behind its first arrays, and the method returns a cache with those it wrote."""
 
-    attended = cache.attend(query, *where, **flag, **options)
-    op = paged_jax.paged_attention
-    assert_equal(attended, op(query, *pools, *where, **flag, sliding_window=5, **contract))
-    assert isinstance(attended, tuple) == bool(return_lse)
+        def of_method(cache, *arrays):
+            return jax.tree.leaves(getattr(cache, method)(*arrays, **options))
 
-    out, *lse, after = cache.write_and_attend(query, key, value, *where, slots, **flag, **options)
-    op = paged_jax.write_and_attend
-    expected = op(query, key, value, *pools, *where, slots, **flag, sliding_window=5, **contract)
-    assert_equal((out, *lse, after.key_cache, after.value_cache), expected)
-    assert len(lse) == bool(return_lse)
+        def of_op(cache, *arrays):
+            contract = {"k_scale": cache.k_scale, "v_scale": cache.v_scale, "layout": "nhd"}
+            before, behind = arrays[:num_before], arrays[num_before:]
+            results = op(*before, cache.key_cache, cache.value_cache, *behind, **options, **contract)
+            scales = [cache.k_scale, cache.v_scale] if "write" in method else []
+            return jax.tree.leaves((results, scales))
 
-    query = tokens(3, HEADS)
-    attended = cache.attend_ragged(query, *where, STARTS, **flag, **options)
-    op = paged_jax.ragged_paged_attention
-    assert_equal(attended, op(query, *pools, *where, STARTS, **flag, sliding_window=5, **contract))
-    assert isinstance(attended, tuple) == bool(return_lse)
+        assert_same_program(of_method, of_op, cache, *arrays)
 
-    key, value = tokens(3, KV_HEADS), tokens(3, KV_HEADS)
-    attended = cache.attend_prefix(query, key, value, *where, STARTS, **flag, **options)
-    op = paged_jax.prefix_attention
-    assert_equal(attended, op(query, key, value, *pools, *where, STARTS, **flag, sliding_window=5, **contract))
-    assert isinstance(attended, tuple) == bool(return_lse)
+    hold("write", paged_jax.write_to_paged_cache, 2, *new, slots, implementation="xla")
+    hold("attend", paged_jax.paged_attention, 1, *decode, **options)
+    hold("write_and_attend", paged_jax.write_and_attend, 3, query[:2], *new, *decode[1:], slots, **options)
+    for more in ({"sliding_window": 5}, {"causal": True}, {"causal": False}):
+        hold("attend_ragged", paged_jax.ragged_paged_attention, 1, *ragged, **options | {"sliding_window": None} | more)
+        hold("attend_prefix", paged_jax.prefix_attention, 3, *prefix, **options | {"sliding_window": None} | more)
+    written = jax.eval_shape(lambda: cache.write(*new, slots, implementation="xla"))
+    *results, after = jax.eval_shape(lambda: cache.write_and_attend(query[:2], *new, *decode[1:], slots, **options))
+    assert written.layout == after.layout == "nhd"
+    assert len(results) == 1 + bool(return_lse)
+    for method, arrays in ((cache.attend, decode), (cache.attend_ragged, ragged), (cache.attend_prefix, prefix)):
+        attended = jax.eval_shape(lambda method=method, arrays=arrays: method(*arrays, **options))
+        assert isinstance(attended, tuple) == bool(return_lse)
 
-    # Ragged attention is causal unless it is told otherwise.
-    for method, new in ((cache.attend_ragged, ()), (cache.attend_prefix, (key, value))):
-        default, causal, full = (
-            method(query, *new, *where, STARTS, implementation="xla", **flag)
-            for flag in ({}, {"causal": True}, {"causal": False})
-        )
-        assert_equal(default, causal)
-        assert np.any(np.asarray(full != default))
+
+@pytest.mark.parametrize("num_new", [0, 2])
+def test_ragged_attention_is_causal_unless_it_is_told_otherwise(num_new):
+    cache, new = filled("slot", "head"), [tokens(3, KV_HEADS) for _ in range(num_new)]
+    arrays = tokens(3, HEADS), *new, TABLES, LENS, STARTS
+    method = cache.attend_prefix if new else cache.attend_ragged
+
+    def program(**causal):
+        return str(jax.make_jaxpr(lambda *arrays: method(*arrays, implementation="xla", **causal))(*arrays))
+
+    assert program() == program(causal=True) != program(causal=False)
 
 
 GRANULARITIES = [(None, None), ("scalar", "head"), ("slot", "scalar"), ("head", "slot"), ("slot", "slot")]

@@ -12,6 +12,7 @@ from paged_jax import PagedLatentCache
 from tests import inputs, oracle, plain
 from tests.cases import CACHE_DTYPES
 from tests.conftest import FULL_COMPILE
+from tests.every_op import assert_same_program
 from tests.latent_cases import CASES, HOPPER_CASES, make
 from tests.test_cache_ops import assert_same_bytes, random_bytes, writable
 
@@ -209,28 +210,27 @@ def test_copy_and_swap_blocks(dtype, run):
     assert_same_bytes(swapped, oracle.swap(source, other, PAIRS), "swap")
 
 
-@pytest.mark.slow_on_cpu
 def test_methods_are_their_ops():
+    """They are traced to the ops' own programs; the ops' numbers have tests of their own."""
     rng = inputs.rng_of("latent-methods")
     codes = jnp.asarray(rng.integers(-99, 99, (NUM_BLOCKS, BLOCK_SIZE, LATENT_SIZE)), jnp.int8)
     cache = PagedLatentCache(codes, jnp.float32(0.02))
     tables, lens, starts = np.array([[4, 1], [0, 2]], np.int32), np.array([7, 3], np.int32), np.array([0, 2, 3])
     starts = starts.astype(np.int32)
     flags = {"value_size": 32, "scale": 0.2, "implementation": "xla", "logits_soft_cap": 2.0}
-    query = jnp.asarray(rng.standard_normal((2, 4, LATENT_SIZE)), jnp.bfloat16)
-    out, lse = cache.attend(query, tables, lens, return_lse=True, **flags)
-    wanted = paged_jax.mla_paged_attention(query, codes, tables, lens, latent_scale=0.02, return_lse=True, **flags)
-    np.testing.assert_array_equal(out, wanted[0])
-    np.testing.assert_array_equal(lse, wanted[1])
-    np.testing.assert_array_equal(cache.attend(query, tables, lens, **flags), out)
+
+    def hold(method, op, *arrays, **flags):
+        def of_op(cache, query, *rest):
+            return op(query, cache.latent_cache, *rest, latent_scale=cache.latent_scale, **flags)
+
+        assert_same_program(lambda cache, *arrays: getattr(cache, method)(*arrays, **flags), of_op, cache, *arrays)
 
     query = jnp.asarray(rng.standard_normal((3, 4, LATENT_SIZE)), jnp.bfloat16)
-    for causal in (True, False):
-        keywords = flags | {"causal": causal}
-        out, _ = cache.attend_ragged(query, tables, lens, starts, return_lse=True, **keywords)
-        arrays = query, codes, tables, lens, starts
-        np.testing.assert_array_equal(out, paged_jax.ragged_mla_attention(*arrays, latent_scale=0.02, **keywords))
-        np.testing.assert_array_equal(cache.attend_ragged(query, tables, lens, starts, **keywords), out)
+    for lse in ({}, {"return_lse": False}, {"return_lse": True}):
+        hold("attend", paged_jax.mla_paged_attention, query[:2], tables, lens, **flags, **lse)
+        for causal in ({}, {"causal": True}, {"causal": False}):
+            arrays = query, tables, lens, starts
+            hold("attend_ragged", paged_jax.ragged_mla_attention, *arrays, **flags, **lse, **causal)
 
     latent, slots = query[:, 0], np.array([5, -1, 9], np.int32)
     written = cache.write(latent, slots, implementation="xla")
