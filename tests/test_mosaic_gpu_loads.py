@@ -354,5 +354,5 @@ def test_runs_past_the_end_read_the_last_run_again(of_kind):
     tiles, size = load_tiles.TileLoader(item, jnp.int32(0), kind, None), kind.run_tokens
     runs = itertools.product(range(int(item.num_tiles)), range(kind.runs_per_tile))
     assert [int(tiles._first_read(*run)) for run in runs] == [
-        min(first, 300 - 300 % size) for first in range(0, 384, size)
+        min(first, 300 - 300 % size) for first in range(0, int(item.num_tiles) * kind.tile, size)
     ]

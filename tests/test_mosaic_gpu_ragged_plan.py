@@ -244,7 +244,7 @@ def test_wide_items_keep_four_fifths_of_their_programs():
     assert int(counts.wide_programs[0]) > 70
 
 
-@pytest.mark.parametrize(("query_lens", "thin_tiles"), [((1,) * 4, 16), ((1,) * 4 + (2048,), 13), ((8192, 1), 64)])
+@pytest.mark.parametrize(("query_lens", "thin_tiles"), [((1,) * 4, 32), ((1,) * 4 + (2048,), 26), ((8192, 1), 128)])
 def test_long_thin_items_beside_wide_ones_are_split(query_lens, thin_tiles):
     """One that begins when no wide item is left ends last. It does not matter in a call that is long beside it."""
     lens = tuple(8192 if queries == 1 else queries for queries in query_lens)
@@ -289,7 +289,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
 
 def test_the_last_split_may_have_no_tile():
     """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
-    shape, tuning = (32, 8, 128, None), {"num_programs": 132, "least_thin_split": 16}
+    shape, tuning = (32, 8, 128, None), {"num_programs": 132, "thin_tile": 128, "least_thin_split": 16}
     geometry, counts, lengths = planned((1,), (89 * 128,), *shape, table_width=2048, **tuning)
     kind = kinds_of(geometry)[1]
     items = [jax.tree.map(int, plan.find(jnp.int32(i), counts, lengths, kind)) for i in range(11)]
