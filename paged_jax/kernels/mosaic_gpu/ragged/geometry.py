@@ -13,7 +13,7 @@ _MOST_ORDERED = 4 * WARPGROUP - 2  # in a batch of more, XLA counts, and nothing
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _QUERY_COLUMNS = 32  # four lanes read 16 bytes of a query row each
-_MOST_QUERY_IN_REGISTERS = 224  # elements of a row; with 256, ptxas spills 1256 bytes, and 460 if no query is read
+_MOST_QUERY_IN_REGISTERS = 224  # elements of a row; with 256, ptxas spills 652 bytes, and 304 if no query is read
 _ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread merges
 
 
