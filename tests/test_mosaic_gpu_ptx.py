@@ -252,13 +252,15 @@ def test_lanes_hold_the_blocks_of_runs(gpu, num_runs):
         np.testing.assert_array_equal(blocks.of_run(found, run).values, np.repeat(tables[1, column.values], 32))
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("num_tokens", [1, 5, 16])
-def test_a_softmax_is_handed_over(gpu, head_size, num_tokens):
-    geometry, rng, rows = kinds_of(head_size)[1].geometry, np.random.default_rng(0), 4 * num_tokens
+@pytest.mark.parametrize(("head_size", "group"), [*zip(HEAD_SIZES, (1, 5, 64, 4, 7), strict=True)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1])
+def test_a_softmax_is_handed_over(gpu, head_size, group, share):
+    geometry, rng = kinds_of(head_size, group)[1].geometry, np.random.default_rng(0)
+    num_tokens = max(int(share * geometry.band_tokens), 1)
+    rows = group * num_tokens
     out, other = rng.standard_normal((2, 64, head_size), np.float32)
     rescale, other_rescale = rng.random((2, 64), np.float32)
-    places = gpu.empty((2, 64, head_size), BFLOAT16, SHARED)
+    places = gpu.empty((3, 64, head_size), BFLOAT16, SHARED)
     results.hand_over(InLayout(other, mgpu.WGMMA_LAYOUT), places, np.int32(num_tokens), geometry)
     by_row = [InLayout(x, mgpu.WGMMA_ROW_LAYOUT) for x in (rescale, other_rescale)]
     found = results.take_over(InLayout(out, mgpu.WGMMA_LAYOUT), *by_row, places, np.int32(num_tokens), geometry)

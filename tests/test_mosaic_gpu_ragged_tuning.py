@@ -1,9 +1,10 @@
-"""Tests the tunings that ragged attention in Mosaic GPU gets."""
+"""Tests the tunings that ragged attention in Mosaic GPU gets, and tiles of two sizes."""
 
 from dataclasses import replace
 
 import jax
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.mosaic.gpu import core
 
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
@@ -13,7 +14,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem
 from tests import inputs
-from tests.test_mosaic_gpu_ragged import operands_of, small
+from tests.ragged_interpreter import call
+from tests.test_mosaic_gpu_ragged import SLOTS, check, check_prefix, operands_of, prefix_operands_of, small
+
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+TWO_SIZES = {"tile": 128, "thin_tile": 64, "stages": 2, "least_split": 2, "computing_warpgroups": 2}
 
 
 def geometry_of(case, max_query_len=None):
@@ -34,6 +40,46 @@ def test_tilings_fit_in_shared_memory(head_size, dtype, scale, group):
     scales = {"k_scale": scale or "scalar", "v_scale": scale or "scalar"} if dtype == "int8" or scale else {}
     geometry = geometry_of(small("fit", group, 1, head_size, 16, "bfloat16", dtype, **scales))
     assert shared_memory_bytes(geometry) <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "sizes"),
+    [
+        (64, "bfloat16", (128, 128)),
+        (112, "bfloat16", (128, 128)),
+        (128, "float16", (128, 64)),
+        (144, "bfloat16", (128, 64)),
+        (160, "bfloat16", (64, 64)),
+        (128, "int8", (128, 128)),
+        (256, "int8", (64, 64)),
+    ],
+)
+def test_thin_tiles_have_16_kb_of_keys(head_size, dtype, sizes):
+    scales = {"k_scale": "scalar", "v_scale": "scalar"} if dtype == "int8" else {}
+    query_dtype = "bfloat16" if dtype == "int8" else dtype
+    tuning = geometry_of(small("sizes", 1, 1, head_size, 16, query_dtype, dtype, **scales)).tuning
+    assert (tuning.tile, tuning.thin_tile) == sizes
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("ragged_paged_attention", {}),
+        pytest.param("ragged_paged_attention", {"cache_dtype": "int8"} | SLOTS, marks=pytest.mark.slow),
+        pytest.param("prefix_attention", {"sliding_window": 90}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "slots", "window"],
+)
+def test_two_thin_tiles_lie_in_a_wide_one(op, options):
+    """Programs that have taken wide items take thin ones. These have the same memory for tiles, but other barriers."""
+    lens = {"seq_lens": (300, 37, 200, 70), "query_lens": (40, 1, 20, 3)}
+    case = small("sizes", 4, 2, 16, 16, "bfloat16", **lens, **options)
+    made = inputs.make(case)
+    if op == "prefix_attention":
+        check_prefix(made, call(op, prefix_operands_of(case, made), **TWO_SIZES))
+    else:
+        check(case, made, call(op, operands_of(case, made), **TWO_SIZES))
+    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.parametrize(

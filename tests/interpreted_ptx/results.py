@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import ROWS_OF_WARP
 
 
 def store_rows(smem, gmem, rows, kind):
@@ -39,7 +40,9 @@ def store_partial(partial_gmem, out, num_tokens, geometry):
 
 
 def hand_over(out, places_smem, num_tokens, geometry):
-    """Two arrays of 16 bits hold the bits of one of 32."""
+    """Two arrays of 16 bits hold the bits of one of 32. Rows of warps without a query hold any value, here NaN."""
+    rows = -(-num_tokens * geometry.problem.group // ROWS_OF_WARP) * ROWS_OF_WARP
+    out = jnp.where(jnp.arange(WGMMA_ROWS)[:, None] < rows, out, jnp.nan)
     halves = lax.bitcast_convert_type(out, jnp.uint16)
     for i in range(2):
         places_smem.at[i][...] = lax.bitcast_convert_type(halves[..., i], places_smem.dtype)

@@ -17,13 +17,13 @@ In a wide item each warpgroup has its own 64 rows and reads every tile. Two warp
 one computes S of a tile and O of the tile before, while the other computes its softmax (`wide.py`). In a thin item the
 first two have the same rows and take alternate tiles; then one hands its softmax over to the other (`thin.py`).
 
-Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
+Shared memory, for head_size 128, bfloat16, 2 stages of wide tiles of 128 tokens, or 4 of thin ones of 64:
 
     | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of up to 126 sequences 4 KiB |
 
 Out and lse of a whole item overwrite its query in shared memory and are copied from there; partial results go from
 registers to global memory. The last program that stores one of an item's partial results merges all of them. A
-handed-over O overwrites both places of a query, too: they hold as many elements of 32 bits.
+handed-over O of a thin item overwrites the bands of two warpgroups' queries, which hold as many elements of 32 bits.
 
 Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees. With few queries:
 4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.

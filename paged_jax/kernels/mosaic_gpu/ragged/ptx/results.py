@@ -38,6 +38,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kinds import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
     CHUNK,
+    ROWS_OF_WARP,
     Chunk,
     QueryRows,
     for_chunks,
@@ -48,8 +49,6 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
 )
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
-
-_ROWS_OF_WARP = WGMMA_ROWS // (WARPGROUP // WARP)  # of S and O
 
 
 class Results(NamedTuple):
@@ -190,7 +189,7 @@ def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
 
 
 def hand_over(out: Array, places_smem: Ref, num_tokens: Scalar, geometry: Geometry) -> None:
-    """Stores O [64, head_size] of `num_tokens` tokens for `take_over`, in the memory of two queries.
+    """Stores O [64, head_size] of `num_tokens` tokens for `take_over`, in the memory of two bands of a query.
 
     Each thread stores its own elements side by side, as in `take_over`. Warps without a query leave theirs out.
     """
@@ -226,7 +225,7 @@ def take_over(
     def merge(_, places_smem, out, rescale, other_rescale, num_tokens):
         at, has_rows = _own_place(places_smem), _warp_has_rows(num_tokens.registers.item(), geometry)
         factors = [[element(x, 0) for x in of_rows.registers.flat] for of_rows in (rescale, other_rescale)]
-        pair, merged = ir.VectorType.get((2,), ir.F32Type.get()), np.empty_like(out.registers)
+        pair, merged = ir.VectorType.get((2,), ir.F32Type.get()), np.empty(out.registers.shape, object)
         own, found = out.registers.reshape(-1, 2), merged.reshape(-1, 2)  # of two rows, registers of two columns
         for i, registers in enumerate(own):
             code = """{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $5, 0;
@@ -251,7 +250,7 @@ def _own_place(places_smem):
 
 def _warp_has_rows(num_tokens, geometry: Geometry):
     """1 if this warp's rows hold some of so many query tokens, else 0."""
-    first_row = mul(div(thread_index_read_again(), WARP), _ROWS_OF_WARP)
+    first_row = mul(div(thread_index_read_again(), WARP), ROWS_OF_WARP)
     return as_i32(less(first_row, mul(num_tokens, geometry.problem.group)))
 
 

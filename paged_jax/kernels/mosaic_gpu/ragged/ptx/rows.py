@@ -48,7 +48,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 
 CHUNK = 16  # bytes of one copy of a thread
-_ROWS_OF_WARP = WGMMA_ROWS // (WARPGROUP // WARP)  # of S and O
+ROWS_OF_WARP = WGMMA_ROWS // (WARPGROUP // WARP)  # of S and O
 
 
 class QueryRows(NamedTuple):
@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
     """16 bytes of a row. Fields are MLIR values."""
 
     exists: Any  # whether global memory has the row
-    gmem_offset: Any  # bytes
+    gmem_offset: Any  # bytes; it may lie outside of the array if global memory does not have the row
     smem_offset: Any  # bytes
     gmem_step: int = 0  # bytes, constants to be added to the offsets: they are part of an instruction
     smem_step: int = 0
@@ -291,11 +291,12 @@ def for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, 
             later_tokens = later_rows // group
             exists = less(token, arith.subi(num_tokens, i32(later_tokens)))
             gmem_step = later_tokens * geometry.problem.num_heads * row_bytes
+            assert gmem_step < 1 << 31, "an instruction has a constant of 32 bits"
             do(first._replace(exists=exists, gmem_step=gmem_step, smem_step=later_rows * row_bytes))
         return
     num_rows = mul(rows.num_tokens, geometry.problem.group)
     if all_rows:
-        num_rows = mul(div(add(num_rows, i32(_ROWS_OF_WARP - 1)), _ROWS_OF_WARP), _ROWS_OF_WARP)
+        num_rows = mul(div(add(num_rows, i32(ROWS_OF_WARP - 1)), ROWS_OF_WARP), ROWS_OF_WARP)
     steps = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
     loop = scf.ForOp(i32(0), steps, i32(1))  # pyright: ignore[reportCallIssue]
     with ir.InsertionPoint(loop.body):
