@@ -30,6 +30,7 @@ from benchmarks.measure import Programs, Work
 from benchmarks.measure import answer_of as answer_of
 from benchmarks.processes import Processes
 from benchmarks.report import first_line as first_line
+from benchmarks.report import lower_us
 from benchmarks.timing import Ceiling
 
 
@@ -214,10 +215,11 @@ def print_row(row: dict[str, Any]) -> None:
 
 def save(report: dict[str, Any], out: Path | None) -> None:
     """Adds the ratios of peers' times to ours to our rows (above 1 where ours is faster), and writes the file."""
-    times = {(r["case"], r["contender"]): r["us"] for r in report["rows"] if r["kind"] == "peer" and "us" in r}
+    times = {(r["case"], r["contender"]): lower_us(r) for r in report["rows"] if r["kind"] == "peer" and "us" in r}
     for row in report["rows"]:
         if row["kind"] == "implementation" and "us" in row:
-            row["ratios"] = {peer: us / row["us"] for (case, peer), us in times.items() if case == row["case"]}
+            ours = lower_us(row)
+            row["ratios"] = {peer: us / ours for (case, peer), us in times.items() if case == row["case"]}
     write(report, out)
 
 

@@ -110,20 +110,21 @@ def peers_text(report: dict[str, Any]) -> str:
 def peer_ratios(report: dict[str, Any]) -> dict[str, float]:
     """Our first implementation's time over the fastest peer's time, in each case that has both.
 
-    A time is the lower one of those in a row and after a pause, if both were measured.
+    Times are those of `lower_us`.
     """
     ours = next(iter(contenders(report, "implementation")), "")
     ratios = {}
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["case"] == case and "us" in row]
-        own = [_lower(row) for row in rows if row["contender"] == ours]
-        theirs = [_lower(row) for row in rows if row["kind"] == "peer"]
+        own = [lower_us(row) for row in rows if row["contender"] == ours]
+        theirs = [lower_us(row) for row in rows if row["kind"] == "peer"]
         if own and theirs:
             ratios[case] = own[0] / min(theirs)
     return ratios
 
 
-def _lower(row: dict[str, Any]) -> float:
+def lower_us(row: dict[str, Any]) -> float:
+    """The lower one of a row's times in a row and after a pause, if both were measured."""
     return min(row["us"], row.get("rested_us", row["us"]))
 
 

@@ -319,3 +319,14 @@ def test_a_step_runs_through_all_layers():
     for cache in caches:  # each layer's cache holds one new token of each sequence
         written = np.asarray(cache.key_cache, np.float32).any(axis=(1, 3))
         assert written.sum() == 2
+
+
+def test_ratios_are_of_the_lower_times(tmp_path):
+    """FlashAttention's launches have pauses between them in a row; after a pause, ours may take longer."""
+    times = [("auto", "implementation", 9.0, 10.0), ("a", "peer", 12.0, 6.0), ("b", "peer", 18.0, None)]
+    rows = [
+        {"case": "some", "contender": name, "kind": kind, "us": us} | ({"rested_us": rested} if rested else {})
+        for name, kind, us, rested in times
+    ]
+    harness.save({"rows": rows}, tmp_path / "some.json")
+    assert json.loads((tmp_path / "some.json").read_text())["rows"][0]["ratios"] == {"a": 6 / 9, "b": 18 / 9}
