@@ -14,8 +14,8 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
 _MOST_HEAD_SIZE_OF_THREE = 64  # the largest with three computing warpgroups; for more of O they lack registers
-# The least bytes of a small tile of K, and its tokens. Two warpgroups take turns at the tiles of a thin item, so they
-# share a short context more evenly if tiles are small; with fewer bytes long contexts take longer (benchmarks/LOG.md,
+# The least bytes of a small tile of K, and its tokens. Two warpgroups take alternate tiles of a thin item, so they
+# share a short context more evenly if tiles are small. With fewer bytes, long contexts take longer (benchmarks/LOG.md,
 # "Small thin tiles").
 _SMALL_TILE_BYTES, _SMALL_TILE = 16 * 1024, 64
 _RAW_TILES = 6, 3, 2  # the numbers of raw tiles of 8 bits, best first

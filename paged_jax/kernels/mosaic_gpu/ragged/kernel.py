@@ -85,6 +85,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup < loads)
     def compute():
         ahead.prefetch(refs, geometry)
+        # This waits until the loading warpgroup has counted and gives up its registers.
         plgpu.set_max_registers(computing_registers, action="increase")
         if not geometry.merges_copies:
             _clear_padding(refs, geometry)
@@ -92,7 +93,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
 
     @pl.when(warpgroup == loads)
     def load():
-        counts = ragged_load.count_items(refs, geometry)
+        counts = ragged_load.count_items(refs, geometry)  # takes more registers than loading
         plgpu.set_max_registers(loading_registers, action="decrease")
         ragged_load.load_items(counts, refs, geometry)
 

@@ -265,8 +265,8 @@ def for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, 
     code is unrolled, for all 64 rows.
 
     In a wide item, a chunk often has the same column and head as an earlier one of the same thread, and the same place
-    among 8 rows. Then their offsets differ by constants. One warp alone takes 5 to 9 cycles for an instruction, and
-    offsets took most of the time in which a query was asked for (benchmarks/LOG.md, "The start of a call").
+    among 8 rows. Then their offsets differ by constants, which saves some twenty instructions. One warp alone takes 5
+    to 9 cycles for each (benchmarks/LOG.md, "The start of a call").
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
     chunks_per_row, group = row_bytes // CHUNK, kind.geometry.problem.group
