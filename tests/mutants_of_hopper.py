@@ -4,6 +4,13 @@ from tests.mutants_made import Mutant
 
 MUTANTS_OF_HOPPER = [
     Mutant(
+        "mosaic_gpu: two thin tiles lie in the same half of a wide one",
+        "kernels/mosaic_gpu/ragged/copy_tiles.py",
+        "    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile",
+        "    first = lax.rem(stage, jnp.int32(1)) * tile",
+        "tests/test_mosaic_gpu_ragged_tuning.py",
+    ),
+    Mutant(
         "hopper: sinks count in the wrong base where splits are merged",
         "kernels/mosaic_gpu/hopper/merge.py",
         "    logit = arith.mulf(logit, _f32(LOG2E))\n",

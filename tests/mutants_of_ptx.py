@@ -63,13 +63,6 @@ MUTANTS_OF_PTX = [
         _TESTS,
     ),
     Mutant(
-        "ptx: two thin tiles lie in the same half of a wide one",
-        "kernels/mosaic_gpu/ragged/copy_tiles.py",
-        "    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile",
-        "    first = lax.rem(stage, jnp.int32(1)) * tile",
-        "tests/test_mosaic_gpu_ragged_tuning.py",
-    ),
-    Mutant(
         "ptx: a thin item's last chunks are not stored",
         "kernels/mosaic_gpu/ragged/ptx/rows.py",
         "div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)",
