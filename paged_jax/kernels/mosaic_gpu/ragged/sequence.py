@@ -62,13 +62,15 @@ def heads_together(query_tiles: Any, num_items: Any, kind: ItemKind) -> Any:
     """The number of kv heads whose items alternate; `num_items` is of all sequences.
 
     As few heads as have items for two waves of programs, or for one if the batch has many waves: few heads are then in
-    L2 at a time, and the last ones still end with short items.
+    L2 at a time, and the last ones still end with short items. But if fewer heads are left over, all heads alternate:
+    the items of those that are left would not fill the programs, and the longest ones would end last.
     """
     num_kv_heads, programs = kind.geometry.problem.num_kv_heads, kind.geometry.tuning.num_programs
     if not kind.may_divide_heads:
         return jnp.int32(num_kv_heads)
     items = jnp.where(num_items <= _FEW_WAVES * programs, 2 * programs, programs)
-    return -at_least(-at_least(quotient(items, at_least(query_tiles, 1), kind), 1), -num_kv_heads)
+    filling = at_least(quotient(items, at_least(query_tiles, 1), kind), 1)
+    return jnp.where(filling * 2 > num_kv_heads, jnp.int32(num_kv_heads), filling)
 
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
