@@ -39,7 +39,7 @@ from paged_jax.kernels.problem import Problem
 _TILE = 128  # tokens of a tile whose cost was fitted
 _START = 11.1  # us before the first items' tiles arrive and after the last results
 _BYTES_A_US = 4.4e6  # at which an H200 reads
-_CLAIMED_AFTER, _CLAIMED_BEFORE = 3.0, 5.0  # us after a wide item's start, and before a thin item's end
+_CLAIMED_AFTER, _CLAIMED_BEFORE = 3.0, 5.0  # us after the start of an item that is claimed early, and before its end
 
 
 class _Costs(NamedTuple):
@@ -95,8 +95,9 @@ def plan_of(case: Case) -> Plan:
 def modelled_us(of: Plan) -> float:
     """The time at which the last program of a plan is done; each begins with an item of its own, and claims others.
 
-    A program claims its next item soon after the start of a wide one, and shortly before the end of a thin one. When no
-    item of the kind that it began with is left, it ends its last one, and then claims items of the other kind.
+    A program claims its next item shortly before the end of its last one, but soon after the start of a wide one if
+    there are thin items. When no item of the kind that it began with is left, it ends its last one, and then claims
+    items of the other kind.
     """
     kinds, done = (of.thin, of.wide), 0.0
     following = [of.programs - of.begin_wide, of.begin_wide]  # the number of the next item of each kind
@@ -105,7 +106,8 @@ def modelled_us(of: Plan) -> float:
     def begin(at: float, program: int, first: int, kind: int, number: int) -> None:
         nonlocal done
         us = kinds[kind][number]
-        claimed = min(_CLAIMED_AFTER, us / 2) if kind else max(us / 2, us - _CLAIMED_BEFORE)
+        is_early = kind and len(of.thin) > 0
+        claimed = min(_CLAIMED_AFTER, us / 2) if is_early else max(us / 2, us - _CLAIMED_BEFORE)
         heapq.heappush(claims, (at + claimed, program, first, kind, at + us))
         done = max(done, at + us)
 

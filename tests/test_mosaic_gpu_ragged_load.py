@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from paged_jax.kernels.mosaic_gpu.ragged import ahead
+from paged_jax.kernels.mosaic_gpu.ragged.kinds import kinds_of
 from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader, phases
 from paged_jax.kernels.problem import Granularity, OptionArrays
 from paged_jax.options import PerHead
@@ -39,6 +40,13 @@ def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loade
     for num_tiles in range(20):
         before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))
         assert min(num_tiles, stages + 2) <= before <= num_tiles
+
+
+@pytest.mark.parametrize(("query_lens", "before"), [((192,), [1, 2, 2, 2, 3, 7]), ((192, 1), [1, 2, 2, 2, 2, 2])])
+def test_wide_items_are_claimed_late_if_there_are_no_thin_ones(query_lens, before):
+    geometry, counts, _ = planned(query_lens, query_lens, 32, 8, 128, None, num_programs=132)
+    loader = _ItemLoader(kinds_of(geometry)[0], counts, jnp.int32(0), None)
+    assert [int(loader._tiles_before_next(jnp.int32(tiles))) for tiles in (1, 2, 3, 4, 5, 9)] == before
 
 
 @pytest.mark.parametrize(("reads_own_queries", "expected"), [(False, ["k", "scale", "sinks"]), (True, ["sinks"])])

@@ -32,7 +32,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import (
     with_factors_in_smem,
 )
 
-_LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is claimed
+_LAST_TILES = 2  # tiles of an item that are loaded after the next item is claimed, unless it is claimed early
 
 
 def count_items(refs: Refs, geometry: Geometry) -> Counts:
@@ -180,15 +180,21 @@ class _ItemLoader:
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """The number of an item's tiles that are loaded before the next item is claimed.
 
-        For a thin item, they are all tiles except the last two. The next query arrives while these two are loaded. An
-        earlier claim could take an item that another program would begin sooner. But at least stages + 2 tiles are
-        loaded before the claim, if the item has so many. By then, both warpgroups that attend to it have begun, so the
-        results of the previous item no longer occupy the shared memory of the next query. If each query has several
-        rows, the claim comes as soon as the item's tiles fill all stages: own tokens behind a prefix may be few tiles.
-        Then the loading warpgroup may wait for the memory of the next query, but it would wait for a stage anyway.
+        They are all tiles except the last two. The next query arrives while these two are loaded. An earlier claim could
+        take an item that another program would begin sooner. But if there are thin items, too, wide ones are claimed
+        early: programs then have their last wide items at different times, and the others take thin items meanwhile
+        (benchmarks/LOG.md, "Late claims").
+
+        Of a thin item, at least stages + 2 tiles are loaded before the claim, if it has so many. By then, both
+        warpgroups that attend to it have begun, so the results of the previous item no longer occupy the shared memory
+        of the next query. If each query has several rows, the claim comes as soon as the item's tiles fill all stages:
+        own tokens behind a prefix may be few tiles. Then the loading warpgroup may wait for the memory of the next
+        query, but it would wait for a stage anyway.
         """
         if self.kind.is_wide:
-            return lax.min(num_tiles, jnp.int32(2 if self.kind.geometry.has_whole_tiles else 1))
+            early = lax.min(num_tiles, jnp.int32(2 if self.kind.geometry.has_whole_tiles else 1))
+            thin_items = count.total(Counted.ITEMS, kinds_of(self.kind.geometry)[1], self.counts)
+            return jnp.where(thin_items > 0, early, lax.max(num_tiles - _LAST_TILES, early))
         if self.kind.geometry.merges_copies:
             return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages)))
         return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
