@@ -125,6 +125,20 @@ MUTANTS_OF_CHOICES = [
         _TESTS,
     ),
     Mutant(
+        "mosaic_gpu: one head is left over when several alternate",
+        "kernels/mosaic_gpu/ragged/sequence.py",
+        "jnp.where(filling * 2 > num_kv_heads, jnp.int32(num_kv_heads), filling)",
+        "jnp.where(filling > num_kv_heads, jnp.int32(num_kv_heads), filling)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k few_heads",
+    ),
+    Mutant(
+        "mosaic_gpu: wide items are claimed early if there are no thin ones",
+        "kernels/mosaic_gpu/ragged/load.py",
+        "jnp.where(thin_items > 0, early,",
+        "jnp.where(thin_items >= 0, early,",
+        "tests/test_mosaic_gpu_ragged_load.py -k claimed_late",
+    ),
+    Mutant(
         "mosaic_gpu: wide items use two raw tiles where there is one",
         "kernels/mosaic_gpu/ragged/kinds.py",
         "min(raw_tiles, 2) if self.is_wide",
