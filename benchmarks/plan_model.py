@@ -95,7 +95,7 @@ def plan_of(case: Case) -> Plan:
 def modelled_us(of: Plan) -> float:
     """The time at which the last program of a plan is done; each begins with an item of its own, and claims others.
 
-    A program claims its next item shortly before the end of its last one, but soon after the start of a wide one if
+    A program claims its next item shortly before the end of its present one, but soon after the start of a wide one if
     there are thin items. When no item of the kind that it began with is left, it ends its last one, and then claims
     items of the other kind.
     """

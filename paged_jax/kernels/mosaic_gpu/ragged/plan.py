@@ -11,9 +11,9 @@ are padding; they are in no item, and `kernel.py` clears them.
 
 The items of each kind are numbered: by sequence in the order of `count.py`, then by groups of kv heads, then by query
 tile, then by kv head. The last query tile comes first, because it sees most tokens. A group has as few heads as fill
-one or two waves of programs, so that few heads are in L2 at a time, and the last items are short. An item that costs
-more than a share of all work is cut into splits of the context, and each split is an item of its own. `count.py`
-chooses the share and counts the items before each sequence.
+one or two waves of programs, so that few heads are in L2 at a time, and the last items are short. If fewer heads would
+be left over, one group has all heads. An item that costs more than a share of all work is cut into splits of the
+context, and each split is an item of its own. `count.py` chooses the share and counts the items before each sequence.
 """
 
 from typing import Any, NamedTuple
