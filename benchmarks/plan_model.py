@@ -8,8 +8,8 @@ But more than 128 sequences are sorted exactly, and in the kernel by classes of 
 can be judged on hundreds of drawn batches before it is timed on a few. The costs were fitted to 57 timings of heads of
 128 over 16 bits, whose wide items have two bands, and were within 5% of these on the mean (benchmarks/LOG.md, "The
 longest first"); other batches are left out. They were not fitted again when programs came to claim items of the other
-kind as late as in the kernel. The model knows nothing of memory but a bound: at times all programs read at once, and
-take longer. So it flatters plans that leave many thin items to the end.
+kind as late as in the kernel, nor when wide items came to be claimed late. The model knows nothing of memory but a
+bound: at times all programs read at once, and take longer. So it flatters plans that leave many thin items to the end.
 """
 
 import argparse

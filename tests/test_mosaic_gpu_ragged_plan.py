@@ -257,10 +257,7 @@ def test_long_thin_items_beside_wide_ones_are_split(query_lens, thin_tiles):
 
 @pytest.mark.parametrize("tiles", [6, 12, 20, 216])
 def test_few_heads_are_read_at_a_time(tiles):
-    """Items of up to two waves, or of up to one, alternate between heads, and begin with their last query tile.
-
-    But if fewer heads than these would be left over, items of all heads alternate.
-    """
+    """One or two waves of items alternate between heads, or all do if fewer heads are left; last query tiles first."""
     num_tokens = 8 * tiles
     geometry, counts, lengths = planned((num_tokens,), (num_tokens,), 5 * 16, 5, 64, None, num_programs=12)
     kind = kinds_of(geometry)[0]

@@ -21,6 +21,8 @@ MEASURED = Path(cases.__file__).parent / "results" / "2026-11-28-h200-random-rag
         (Plan([10, 2], [4, 4], 2, 2), 10),  # program 0 claims no thin item before it has ended its wide one
         (Plan([], [9, 9, 2], 0, 2), 11),
         (Plan([10], [], 2, 2), 10),
+        (Plan([40, 30, 20, 10], [1], 2, 2), 60),  # both programs claim early, program 0 first
+        (Plan([40, 30, 20, 10], [], 2, 2), 50),  # program 1 is done first, and claims the longer item
     ],
 )
 def test_programs_claim_items(plan, us):

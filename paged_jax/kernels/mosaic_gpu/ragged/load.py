@@ -183,7 +183,8 @@ class _ItemLoader:
         They are all tiles except the last two. The next query arrives while these two are loaded. An earlier claim
         could take an item that another program would begin sooner. But if there are thin items, too, wide ones are
         claimed early: programs then end their last wide items at different times, and take thin items meanwhile
-        (benchmarks/LOG.md, "Late claims"). At least the first tile of an item, or two, are loaded before the claim.
+        (benchmarks/LOG.md, "Late claims"). Before any claim, one tile of the wide item is loaded, or two if they only
+        need copies.
 
         Of a thin item, at least stages + 2 tiles are loaded before the claim, if it has so many. By then, both
         warpgroups that attend to it have begun, so the results of the previous item no longer occupy the shared memory

@@ -63,7 +63,7 @@ def heads_together(query_tiles: Any, num_items: Any, kind: ItemKind) -> Any:
 
     As few heads as have items for two waves of programs, or for one if the batch has many waves: few heads are then in
     L2 at a time, and the last ones still end with short items. But if fewer heads than these would be left over, all
-    heads alternate: those that are left would have items for about one wave, of which the longest would end last.
+    heads alternate. The heads that are left would have few items, and a long one of these would end last.
     """
     num_kv_heads, programs = kind.geometry.problem.num_kv_heads, kind.geometry.tuning.num_programs
     if not kind.may_divide_heads:
